@@ -1,0 +1,88 @@
+"""Deliveries per second of one pump process, and of the same work with nothing sent (the floor), in one run.
+
+Each round publishes the same number of events of 1 KB for one endpoint, then times one pump until all are recorded.
+"""
+
+import statistics
+import time
+from typing import Any
+
+from bench import harness
+
+ROUNDS = 3
+EVENTS = 10_000
+WARM_UP = 3_000
+
+
+class Nothing:
+    """A transport that sends nothing: every request is answered 200 at once."""
+
+    in_flight = 0
+    woken = False
+
+    def __init__(self) -> None:
+        self._requests: list[Any] = []
+
+    def watch(self, wake_fd: int | None) -> None:
+        """Nothing to watch."""
+
+    def send(self, request: Any) -> None:
+        """Keeps the request for the next wait."""
+        self._requests.append(request)
+
+    def wait(self, timeout: float) -> list[Any]:
+        """An outcome for each request."""
+        from datetime import UTC, datetime
+
+        from deliveries.transport import Outcome, Timings
+
+        requests, self._requests = self._requests, []
+        now = datetime.now(UTC)
+        timings = Timings(100, 100, None, 500, 900)
+        head = ["Server: nginx", "Date: Mon, 30 Nov 2026 20:39:49 GMT", "Content-Type: text/plain", "Content-Length: 0"]
+        return [Outcome(one, now, 200, "", "", "127.0.0.1", timings, head, b"", False) for one in requests]
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def drain(events: int, transport: Any = None) -> float:
+    """Runs a pump until it has recorded `events` deliveries, and returns how many it did a second."""
+    from deliveries.pump import Pump
+
+    pump = Pump(transport=transport)
+    start = time.perf_counter()
+    limit = start + 120
+    pump.run(lambda: pump.recorded >= events or time.perf_counter() > limit)
+    return events / (time.perf_counter() - start)
+
+
+def main() -> None:
+    """Runs it."""
+    with harness.hub(), harness.witness() as witness:
+        from deliveries.models import Delivery
+
+        tenant, _ = harness.make_tenant(witness.url)
+        harness.publish(tenant, WARM_UP)
+        drain(WARM_UP)
+        rates, floors = [], []
+        for number in range(1, ROUNDS + 1):
+            harness.publish(tenant, EVENTS)
+            rates.append(drain(EVENTS))
+            harness.publish(tenant, EVENTS)
+            floors.append(drain(EVENTS, Nothing()))
+            harness.say(f"round {number}: {rates[-1]:,.0f}/s delivered, {floors[-1]:,.0f}/s with nothing sent")
+        arrived = len(witness.arrivals())
+        left = Delivery.objects.exclude(state="delivered").count()
+        if left or arrived != WARM_UP + ROUNDS * EVENTS:
+            raise SystemExit(f"{left} deliveries are not delivered and {arrived} events arrived")
+        ratios = [rate / floor for rate, floor in zip(rates, floors, strict=True)]
+        harness.finish(
+            per_s=round(statistics.median(rates)),
+            floor_per_s=round(statistics.median(floors)),
+            ratio=round(statistics.median(ratios), 3),
+        )
+
+
+if __name__ == "__main__":
+    main()

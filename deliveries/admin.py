@@ -1,0 +1,308 @@
+"""Screens for events, deliveries, attempts and replays, and the buttons of an endpoint that concern deliveries."""
+
+from typing import Any
+
+from django import forms
+from django.contrib import admin
+from django.http import HttpRequest, HttpResponse
+from django.urls import reverse
+from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
+
+from deliveries.models import Attempt, Delivery, Event, ReplayJob
+from deliveries.services import (
+    NotReplayable,
+    cancel_replay_job,
+    create_replay_job,
+    pause_endpoints,
+    replay_delivery,
+    resume_endpoints,
+)
+from endpoints import admin as endpoints_admin
+from endpoints.models import Endpoint
+from endpoints.services import Actor
+from webhookhub.admin import HubModelAdmin, ObjectAction, ReadOnlyAdmin, Refused, RequiredReasonForm, pretty_bytes
+
+
+def link(obj: Any, text: str = "") -> SafeString:
+    """A link to an object's page, by its id unless a text is given."""
+    options = obj._meta
+    url = reverse(f"admin:{options.app_label}_{options.model_name}_change", args=[obj.pk])
+    return format_html('<a href="{}">{}</a>', url, text or obj.typeid)
+
+
+@admin.register(Event)
+class EventAdmin(ReadOnlyAdmin):
+    """Events as they were posted, with where they went."""
+
+    list_display = ["accepted_at", "type", "typeid", "tenant", "caller_key"]
+    list_display_links = ["accepted_at", "typeid"]
+    list_select_related = ["tenant"]
+    search_fields = ["id"]
+    search_ids = {"evt": "id", "ten": "tenant_id"}
+    fields = ["typeid", "tenant", "type", "accepted_at", "caller_key", "key", "metadata", "content_type", "sent_to", "body"]
+    readonly_fields = fields
+    ordering = ["-id"]
+
+    def get_queryset(self, request: HttpRequest) -> Any:
+        """Lists do without the payloads."""
+        return super().get_queryset(request).defer("payload")
+
+    def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> list[str]:
+        """The payload is for those who may see it."""
+        return [name for name in self.fields if name != "body" or request.user.has_perm("deliveries.view_payload")]  # type: ignore[union-attr]
+
+    def get_fields(self, request: HttpRequest, obj: Any = None) -> list[str]:
+        """As above."""
+        return self.get_readonly_fields(request, obj)
+
+    @admin.display(description="payload")
+    def body(self, event: Event) -> SafeString:
+        """The payload, escaped."""
+        return pretty_bytes(event.payload)
+
+    @admin.display(description="deliveries")
+    def sent_to(self, event: Event) -> SafeString | str:
+        """A line for each delivery."""
+        deliveries = event.deliveries.select_related("endpoint").order_by("id")
+        rows = ((link(one), one.endpoint, one.get_state_display()) for one in deliveries)
+        return format_html_join("", "<p>{} to {}: {}</p>", rows) or "No endpoint asked for this type when it was posted."
+
+
+class AttemptInline(admin.StackedInline[Attempt, Delivery]):
+    """The attempts of a delivery, newest first."""
+
+    model = Attempt
+    extra = 0
+    can_delete = False
+    ordering = ["-number"]
+    fields = [
+        "number",
+        "started_at",
+        "result",
+        "duration",
+        "url",
+        "address",
+        "request",
+        "response",
+        "body",
+    ]
+    readonly_fields = fields
+
+    def has_add_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """No."""
+        return False
+
+    def get_fields(self, request: HttpRequest, obj: Any = None) -> list[str]:
+        """What a receiver answered is for those who may see payloads."""
+        return [name for name in self.fields if name != "body" or request.user.has_perm("deliveries.view_payload")]  # type: ignore[union-attr]
+
+    @admin.display(description="result")
+    def result(self, attempt: Attempt) -> str:
+        """Status or error, in one line."""
+        return " · ".join(str(part) for part in (attempt.status, attempt.error, attempt.detail) if part)
+
+    @admin.display(description="duration")
+    def duration(self, attempt: Attempt) -> str:
+        """The whole, and what it was made of, in milliseconds."""
+        if attempt.total_us is None:
+            return "–"
+        phases = {
+            "look-up": attempt.lookup_us,
+            "connect": attempt.connect_us,
+            "TLS": attempt.tls_us,
+            "wait": attempt.wait_us,
+        }
+        parts = ", ".join(f"{name} {us / 1000:.1f}" for name, us in phases.items() if us is not None)
+        return f"{attempt.total_us / 1000:.1f} ms ({parts})"
+
+    @admin.display(description="request headers")
+    def request(self, attempt: Attempt) -> SafeString:
+        """The lines that were sent."""
+        return format_html("<pre>{}</pre>", "\n".join(attempt.request_headers))
+
+    @admin.display(description="response headers")
+    def response(self, attempt: Attempt) -> SafeString:
+        """The lines that came back."""
+        return format_html("<pre>{}</pre>", "\n".join(attempt.response_headers))
+
+    @admin.display(description="response body")
+    def body(self, attempt: Attempt) -> SafeString:
+        """As much as was kept, escaped."""
+        note = "\n(the rest was not kept)" if attempt.response_truncated else ""
+        return format_html("{}{}", pretty_bytes(attempt.response_body), note)
+
+
+def replay(request: HttpRequest, delivery: Delivery, answers: dict[str, Any]) -> str | HttpResponse:
+    """The button that sends a delivery again."""
+    try:
+        new = replay_delivery(delivery=delivery, actor=Actor.of_request(request), reason=answers["reason"])
+    except NotReplayable as error:
+        raise Refused(str(error)) from error
+    return format_html("Queued as {}.", link(new))
+
+
+@admin.register(Delivery)
+class DeliveryAdmin(ReadOnlyAdmin):
+    """Deliveries, with their attempts."""
+
+    list_display = ["created_at", "state", "event_type", "endpoint", "tenant", "result", "attempts_made", "due_at", "typeid"]
+    list_display_links = ["created_at", "typeid"]
+    list_select_related = ["event", "endpoint__tenant"]
+    list_filter = ["state", "trigger"]
+    search_fields = ["id"]
+    search_ids = {"dlv": "id", "evt": "event_id", "ep": "endpoint_id", "rpl": "replay_job_id"}
+    fields = [
+        "typeid",
+        "state",
+        "event_link",
+        "endpoint_link",
+        "trigger",
+        "replay_of_link",
+        "created_at",
+        "due_at",
+        "attempts_made",
+        "result",
+        "finished_at",
+    ]
+    readonly_fields = fields
+    ordering = ["-id"]
+    inlines = [AttemptInline]
+    object_actions = [
+        ObjectAction(
+            "replay",
+            "Replay…",
+            "deliveries.replay_delivery",
+            "Send {object} again? The receiver gets the same event with the same webhook-id, and a fresh signature.",
+            replay,
+        )
+    ]
+
+    def get_queryset(self, request: HttpRequest) -> Any:
+        """Lists do without the payloads."""
+        return super().get_queryset(request).defer("event__payload")
+
+    @admin.display(description="event type")
+    def event_type(self, delivery: Delivery) -> str:
+        """The event's type."""
+        return delivery.event.type
+
+    @admin.display(description="tenant")
+    def tenant(self, delivery: Delivery) -> str:
+        """The endpoint's tenant."""
+        return str(delivery.endpoint.tenant)
+
+    @admin.display(description="last result")
+    def result(self, delivery: Delivery) -> str:
+        """Status or error of the last attempt."""
+        return str(delivery.last_status or delivery.last_error or "–")
+
+    @admin.display(description="event")
+    def event_link(self, delivery: Delivery) -> SafeString:
+        """The event, by type and id."""
+        return format_html("{} {}", delivery.event.type, link(delivery.event))
+
+    @admin.display(description="endpoint")
+    def endpoint_link(self, delivery: Delivery) -> SafeString:
+        """The endpoint, by name."""
+        return format_html("{} of {}", link(delivery.endpoint, delivery.endpoint.name), delivery.endpoint.tenant)
+
+    @admin.display(description="replay of")
+    def replay_of_link(self, delivery: Delivery) -> SafeString | str:
+        """What it replays, and what replays it."""
+        before = link(delivery.replay_of) if delivery.replay_of else "–"
+        after = format_html_join(", ", "{}", ((link(one),) for one in delivery.replays.order_by("id")))
+        return format_html("{}; replayed by {}", before, after) if after else before
+
+
+def cancel(request: HttpRequest, job: ReplayJob, answers: dict[str, Any]) -> str:
+    """The button that stops a replay job."""
+    if not cancel_replay_job(job=job, actor=Actor.of_request(request)):
+        raise Refused("The job had ended before.")
+    return "Cancelled. What it had not queued yet stays as it was."
+
+
+class ReplayJobForm(forms.ModelForm[ReplayJob]):
+    """Which deliveries to send again, and how fast."""
+
+    states = forms.MultipleChoiceField(
+        choices=[(state.value, state.label) for state in (Delivery.State.DEAD, Delivery.State.DISCARDED, Delivery.State.DELIVERED)],
+        initial=[Delivery.State.DEAD],
+        widget=forms.CheckboxSelectMultiple,
+    )
+
+    class Meta:
+        model = ReplayJob
+        fields = ["endpoint", "states", "created_after", "created_before", "rate", "reason"]
+
+
+@admin.register(ReplayJob)
+class ReplayJobAdmin(HubModelAdmin):
+    """Replays in bulk. One is made, watched and cancelled; nothing of it is edited."""
+
+    form = ReplayJobForm
+    list_display = ["created_at", "endpoint", "state", "queued", "matched", "requested_by", "reason", "typeid"]
+    list_select_related = ["endpoint"]
+    list_filter = ["state"]
+    search_fields = ["id"]
+    search_ids = {"rpl": "id", "ep": "endpoint_id"}
+    autocomplete_fields = ["endpoint"]
+    fields = ["endpoint", "states", "created_after", "created_before", "rate", "reason"]
+    progress = ["typeid", "state", "matched", "queued", "requested_by", "created_at", "finished_at"]
+    readonly_fields = progress
+    ordering = ["-id"]
+    object_actions = [
+        ObjectAction("cancel", "Cancel…", "deliveries.add_replayjob", "Cancel what {object} has not queued yet?", cancel)
+    ]
+
+    def get_fields(self, request: HttpRequest, obj: ReplayJob | None = None) -> list[str]:
+        """A job that exists shows how far it is."""
+        return [*(self.progress if obj else []), *self.fields]
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """No."""
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """No."""
+        return False
+
+    def save_model(self, request: HttpRequest, obj: ReplayJob, form: Any, change: bool) -> None:
+        """Freezes and queues it."""
+        create_replay_job(job=obj, actor=Actor.of_request(request))
+
+
+def pause(request: HttpRequest, endpoint: Endpoint, answers: dict[str, Any]) -> str:
+    """The button that stops deliveries to an endpoint."""
+    this = Endpoint.objects.filter(pk=endpoint.pk)
+    if not pause_endpoints(this, actor=Actor.of_request(request), reason=answers["reason"]):
+        raise Refused("The endpoint was paused before.")
+    return "Paused. What waits for it is on hold, and so is what comes; nothing is lost."
+
+
+def resume(request: HttpRequest, endpoint: Endpoint, answers: dict[str, Any]) -> str:
+    """The button that lets deliveries to an endpoint go on."""
+    this = Endpoint.objects.filter(pk=endpoint.pk)
+    if not resume_endpoints(this, actor=Actor.of_request(request), reason=answers["reason"]):
+        raise Refused("The endpoint is active.")
+    return "Active again. What was on hold for it is queued."
+
+
+@admin.register(Endpoint)
+class EndpointAdmin(endpoints_admin.EndpointAdmin):
+    """Endpoints, with the buttons that concern their deliveries."""
+
+    object_actions = [
+        ObjectAction(
+            "pause",
+            "Pause…",
+            "endpoints.pause_endpoint",
+            "Pause “{object}”? New events are kept on hold, and what waits for it too; nothing is lost.",
+            pause,
+            RequiredReasonForm,
+        ),
+        ObjectAction(
+            "resume", "Resume…", "endpoints.pause_endpoint", "Resume “{object}”? What is on hold for it is sent now.", resume
+        ),
+        *endpoints_admin.EndpointAdmin.object_actions,
+    ]

@@ -1,0 +1,249 @@
+"""Taking events in. `POST /v1/events` is answered here, ahead of Django: single posts that wait at the same moment
+share one commit. The API's own view is made of the same functions, for those who serve plain WSGI.
+"""
+
+import asyncio
+import logging
+import queue
+import re
+import threading
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+from django.conf import settings
+from django.db import close_old_connections, connection
+
+from deliveries import payloads
+from deliveries.services import KeyReused, NewEvent, Published, Refused, publish_events
+from endpoints.models import EVENT_TYPE
+from endpoints.services import authenticate
+from webhookhub.api import Answer, Problem, parse_idempotency_key
+from webhookhub.ids import typeid
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+logger = logging.getLogger(__name__)
+
+PATHS = frozenset({"/v1/events", "/v1/events/"})
+MAX_TYPE_CHARS = 200  # Event.type
+_TYPE = re.compile(EVENT_TYPE)
+MEMBERS = {"type", "data", "metadata"}
+UNAUTHORIZED = Problem(
+    401,
+    "unauthorized",
+    "Send an API key of yours as Authorization: Bearer whk_...; it may be mistyped, expired or revoked",
+    headers={"WWW-Authenticate": "Bearer"},
+)
+
+# --- One event, from the request to the answer. Pure but for the key's look-up.
+
+
+def check_head(headers: Mapping[str, str]) -> None:
+    """Refuses by the head alone what need not be read. Header names are in lower case. Raises Problem."""
+    media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise Problem(415, "not_json", "Send the event as JSON with Content-Type: application/json")
+    length = headers.get("content-length", "0")
+    if length.isascii() and length.isdigit() and int(length[:20]) > settings.INTAKE_BODY_BYTES:
+        raise too_large()
+
+
+def too_large() -> Problem:
+    """The refusal of a body over the limit."""
+    return Problem(413, "body_too_large", f"The body is over {settings.INTAKE_BODY_BYTES:,} bytes, the most of one event")
+
+
+def tenant_of(authorization: str | None) -> uuid.UUID:
+    """The tenant whose key an `Authorization` header shows. Raises Problem 401."""
+    scheme, _, text = (authorization or "").partition(" ")
+    key = authenticate(text.strip()) if scheme.lower() == "bearer" else None
+    if key is None:
+        raise UNAUTHORIZED
+    return key.tenant_id
+
+
+def read_event(tenant_id: uuid.UUID, headers: Mapping[str, str], body: bytes) -> NewEvent:
+    """The event that a request's body describes, its payload's bytes as they stand at `data`. Raises Problem."""
+    key = parse_idempotency_key(headers.get("idempotency-key"))
+    try:
+        members = payloads.slice_members(body)
+        if unknown := sorted(members.keys() - MEMBERS):
+            raise Problem(400, "unknown_member", f"An event has type, data and metadata, but no {unknown[0]!r}", f"/{unknown[0]}")
+        event_type = _read_type(members.get("type"))
+        data = members.get("data")
+        if data is None:
+            raise Problem(400, "data_missing", "Give the payload, an object or an array, as data", "/data")
+        payloads.check_slice(data)
+    except payloads.PayloadError as error:
+        status = 413 if error.code == "payload_too_large" else 400
+        raise Problem(status, error.code, error.detail, error.pointer) from error
+    return NewEvent(tenant_id, event_type, data, caller_key=key, metadata=_read_metadata(members.get("metadata")))
+
+
+def _read_type(value: bytes | None) -> str:
+    try:
+        event_type = msgspec.json.decode(value or b"null", type=str)
+    except msgspec.DecodeError:
+        event_type = ""
+    if len(event_type) > MAX_TYPE_CHARS or not _TYPE.fullmatch(event_type):
+        raise Problem(
+            400,
+            "type_invalid",
+            f"type must be words of letters, digits, _ and -, joined by dots, {MAX_TYPE_CHARS} characters at most: invoice.paid",
+            "/type",
+        )
+    return event_type
+
+
+def _read_metadata(value: bytes | None) -> dict[str, str]:
+    try:
+        metadata = msgspec.json.decode(value or b"{}", type=dict[str, str])
+    except msgspec.DecodeError:
+        metadata = None
+    if metadata is None or any("\0" in text for pair in metadata.items() for text in pair):
+        raise Problem(400, "metadata_invalid", "metadata must be an object whose values are texts without NUL", "/metadata")
+    return metadata
+
+
+def answer(event: NewEvent, result: Published | KeyReused | Refused) -> Answer:
+    """What the caller is told of a result."""
+    match result:
+        case Published(event_id, repeated):
+            body = msgspec.json.encode({"id": typeid("evt", event_id), "type": event.type})
+            return Answer(202, body, headers=(("Idempotent-Replayed", "true"),) if repeated else ())
+        case KeyReused(event_id):
+            detail = f"This Idempotency-Key belongs to another event, {typeid('evt', event_id)}. Use a new key for a new event"
+            return Problem(422, "idempotency_key_reused", detail).answer()
+        case Refused(transient=True):
+            detail = "The event was not stored. Send it again, with the same Idempotency-Key"
+            return Problem(503, "unavailable", detail, headers={"Retry-After": "1"}).answer()
+        case _:
+            return Problem(500, "internal", "The event was not stored, by a fault of ours").answer()
+
+
+# --- The fast lane
+
+
+class Committer:
+    """Publishes events from many requests: whatever waits when a commit is done goes into the next one."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[tuple[NewEvent, asyncio.Future[Answer]] | None] = queue.SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._work, name="committer", daemon=True)
+        self._thread.start()
+
+    async def publish(self, event: NewEvent) -> Answer:
+        """Publishes an event and returns the answer for its caller, after commit."""
+        future: asyncio.Future[Answer] = self._loop.create_future()
+        self._waiting.put((event, future))
+        return await future
+
+    def close(self) -> None:
+        """Commits what waits, and ends."""
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        ended = False
+        while not ended:
+            group = [self._waiting.get()]
+            while len(group) < settings.INTAKE_GROUP and not self._waiting.empty():
+                group.append(self._waiting.get())
+            ended = None in group
+            self._commit([waiting for waiting in group if waiting is not None])
+        connection.close()
+
+    def _commit(self, group: list[tuple[NewEvent, "asyncio.Future[Answer]"]]) -> None:
+        events = [event for event, _ in group]
+        try:
+            answers = [answer(event, result) for event, result in zip(events, publish_events(events), strict=True)]
+        except Exception:
+            logger.exception("%d events refused by a fault of ours", len(events))
+            answers = [answer(event, Refused(transient=False)) for event in events]
+        if any(one.status == 503 for one in answers):
+            connection.close()  # the next group finds out whether the database is back
+        self._loop.call_soon_threadsafe(_resolve, [future for _, future in group], answers)
+
+
+def _resolve(futures: "list[asyncio.Future[Answer]]", answers: list[Answer]) -> None:
+    for future, result in zip(futures, answers, strict=True):
+        if not future.done():  # its caller may have gone
+            future.set_result(result)
+
+
+class FastLane:
+    """`POST /v1/events` as an ASGI application. Made inside a running event loop; one a process."""
+
+    def __init__(self) -> None:
+        self._committer = Committer()
+        self._look_ups = ThreadPoolExecutor(2, thread_name_prefix="api-key")
+        self._tenants: dict[str, tuple[float, uuid.UUID]] = {}  # Authorization -> (believed until, tenant)
+
+    def close(self) -> None:
+        """Commits what waits, and ends."""
+        self._committer.close()
+        self._look_ups.shutdown()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        try:
+            check_head(headers)
+            tenant_id = await self._tenant_of(headers.get("authorization"))
+            body = await asyncio.wait_for(_read_body(receive), settings.INTAKE_BODY_SECONDS)
+            if body is None:
+                return  # the caller has gone
+            result = await self._committer.publish(read_event(tenant_id, headers, body))
+        except TimeoutError:
+            detail = f"The body had not arrived after {settings.INTAKE_BODY_SECONDS} seconds"
+            result = Problem(408, "body_timeout", detail, headers={"Connection": "close"}).answer()
+        except Problem as problem:
+            result = problem.answer()
+        await _send_answer(send, result)
+
+    async def _tenant_of(self, authorization: str | None) -> uuid.UUID:
+        """As `tenant_of`, remembered for API_KEY_CACHE_SECONDS."""
+        now = time.monotonic()
+        until, tenant_id = self._tenants.get(authorization or "", (0.0, None))
+        if tenant_id is None or until < now:
+            loop = asyncio.get_running_loop()
+            tenant_id = await loop.run_in_executor(self._look_ups, _look_up, authorization)
+            if len(self._tenants) > 10_000:
+                self._tenants.clear()
+            self._tenants[authorization or ""] = (now + settings.API_KEY_CACHE_SECONDS, tenant_id)
+        return tenant_id
+
+
+def _look_up(authorization: str | None) -> uuid.UUID:
+    close_old_connections()
+    return tenant_of(authorization)
+
+
+async def _read_body(receive: Receive) -> bytes | None:
+    """The request's body, None when the caller went away. Raises Problem 413 as soon as it is too large."""
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        chunks.append(message.get("body", b""))
+        size += len(chunks[-1])
+        if size > settings.INTAKE_BODY_BYTES:
+            raise too_large()
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+async def _send_answer(send: Send, result: Answer) -> None:
+    fields = [("content-type", result.content_type), ("content-length", str(len(result.body))), *result.headers]
+    headers = [(name.lower().encode(), value.encode()) for name, value in fields]
+    await send({"type": "http.response.start", "status": result.status, "headers": headers})
+    await send({"type": "http.response.body", "body": result.body})

@@ -1,0 +1,140 @@
+"""`manage.py receive`: a receiver to develop against."""
+
+import argparse
+import json
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import close_old_connections
+from standardwebhooks import Webhook, WebhookVerificationError
+
+from endpoints.models import Endpoint
+from endpoints.services import signing_keys
+from endpoints.signing import encode_key
+from webhookhub.ids import parse_typeid
+
+
+class Command(BaseCommand):
+    """Prints each request that verifies, and misbehaves as it is told."""
+
+    help = "Receives webhooks on loopback: prints each verified request, and answers as the switches say."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        """The switches."""
+        parser.add_argument("--port", type=int, default=8001, help="port on 127.0.0.1 (default 8001)")
+        key = parser.add_mutually_exclusive_group()
+        key.add_argument("--secret", action="append", help="whsec_... to verify with; may be given several times")
+        key.add_argument("--endpoint", help="ep_... whose secrets in the database verify (default: by the port)")
+        parser.add_argument("--status", type=int, default=200, help="answer with this status (default 200)")
+        parser.add_argument("--header", action="append", default=[], help="add this line to the answer: 'Retry-After: 30'")
+        parser.add_argument("--wait", type=float, default=0, metavar="SECONDS", help="answer after this long")
+        parser.add_argument("--drip", type=float, metavar="SECONDS", help="send the answer's head a byte at a time, so far apart")
+        parser.add_argument("--hang", action="store_true", help="never answer")
+        parser.add_argument("--close", action="store_true", help="close the connection without an answer")
+        parser.add_argument("--quiet", action="store_true", help="print a count now and then, not the requests")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        """Serves until it is stopped."""
+        try:
+            server = Receiver(argparse.Namespace(**options), self.stdout.write)
+        except (OSError, ValueError) as error:
+            raise CommandError(f"cannot receive on port {options['port']}: {error}") from error
+        self.stdout.write(f"receiving on http://127.0.0.1:{server.server_port}/")
+        server.serve_forever()
+
+
+class Receiver(ThreadingHTTPServer):
+    """The receiver, with its switches."""
+
+    daemon_threads = True
+    request_queue_size = 1024
+
+    def __init__(self, switches: argparse.Namespace, say: Any) -> None:
+        self.switches = switches
+        self.say = say
+        self.count = 0
+        self.lock = threading.Lock()
+        self.secrets: list[str] = switches.secret or []
+        super().__init__(("127.0.0.1", switches.port), Handler)
+
+    def verify(self, body: bytes, headers: dict[str, str]) -> bool:
+        """Whether one of the secrets signed it; they are read again when none did, for they may have been rotated."""
+        if self._verifies(body, headers):
+            return True
+        if self.switches.secret:
+            return False
+        self.secrets = self._look_up()
+        return self._verifies(body, headers)
+
+    def _verifies(self, body: bytes, headers: dict[str, str]) -> bool:
+        for secret in self.secrets:
+            try:
+                Webhook(secret).verify(body, headers)
+            except WebhookVerificationError:
+                continue
+            except json.JSONDecodeError:
+                pass  # the library parses what it has verified, and a payload need not be JSON
+            return True
+        return False
+
+    def _look_up(self) -> list[str]:
+        close_old_connections()
+        if self.switches.endpoint:
+            found = Endpoint.objects.filter(pk=parse_typeid(Endpoint.prefix, self.switches.endpoint))
+        else:
+            found = Endpoint.objects.filter(url__contains=f":{self.server_port}/")
+        keys = signing_keys(found.values_list("pk", flat=True))
+        return [encode_key(key) for each in keys.values() for key in each]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: Receiver
+
+    def do_POST(self) -> None:
+        """Reads, verifies, prints, and answers or does not."""
+        switches = self.server.switches
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        verified = self.server.verify(body, headers)
+        self._print(body, headers, verified)
+        if switches.hang:
+            threading.Event().wait()
+        if switches.close:
+            self.close_connection = True
+            return
+        time.sleep(switches.wait)
+        self._answer(switches.status if verified else 401)
+
+    def _print(self, body: bytes, headers: dict[str, str], verified: bool) -> None:
+        with self.server.lock:
+            self.server.count += 1
+            if not self.server.switches.quiet:
+                mark = "verified" if verified else "NOT VERIFIED"
+                shown = body[:2_000].decode("utf-8", "backslashreplace")
+                self.server.say(f"{mark} {headers.get('webhook-id')} {len(body)} bytes {shown}")
+            elif self.server.count % 1_000 == 0:
+                self.server.say(f"{self.server.count} requests")
+
+    def _answer(self, status: int) -> None:
+        lines = [f"HTTP/1.1 {status} .", "Content-Length: 0", *self.server.switches.header, "", ""]
+        head = "\r\n".join(lines).encode()
+        try:
+            if self.server.switches.drip is None:
+                self.wfile.write(head)
+                return
+            for byte in head:
+                self.wfile.write(bytes([byte]))
+                time.sleep(self.server.switches.drip)
+        except (BrokenPipeError, ConnectionResetError, socket.timeout):
+            self.close_connection = True
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Silent: `_print` says what there is to say."""

@@ -1,0 +1,252 @@
+"""The pump: claim what is due, send it, record what came of it. No HTTP and no SQL of its own, and one thread.
+
+It sleeps on one epoll that holds its transfers' sockets and the wake-up's. Work is found in the database alone: by a
+wake-up at once, without one by polling.
+"""
+
+import functools
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from django.conf import settings
+from django.db import InterfaceError, OperationalError, connection
+
+from deliveries.claiming import Claimer
+from deliveries.models import Delivery, Event
+from deliveries.querysets import Claimed, Result
+from deliveries.services import judge, reclaim_lost, record_results
+from deliveries.transport import Outcome, Request, Transport
+from deliveries.wake import Listener
+from endpoints.addresses import Blocked
+from endpoints.contracts import CONTRACTS, Contract
+from endpoints.models import Endpoint
+from endpoints.services import check_url, signing_keys
+from endpoints.signing import SCHEMES
+from webhookhub.ids import typeid, uuid7
+
+logger = logging.getLogger(__name__)
+
+NOT_SENT = ("accept:", "expect:")  # what libcurl would add by itself
+
+POLL_SECONDS = 0.25  # how late work without a wake-up may be found
+BATCH_ROWS = 250  # most rows of one claim or record: a few milliseconds of the database's time
+GATHER_SECONDS = 0.005  # how long due rows and results gather into batches while requests are in flight
+RECLAIM_SECONDS = 5.0  # between looks for leases that ran out
+
+
+class Pump:
+    """Drains the queue of record until told to stop, with at most `PUMP_IN_FLIGHT` requests in flight.
+
+    `transport` takes the place of the real one where only the rest is of interest.
+    """
+
+    def __init__(self, *, drain_seconds: float = 20.0, transport: Transport | None = None) -> None:
+        self.recorded = 0
+        self._drain_seconds = drain_seconds
+        self._lease = timedelta(seconds=settings.LEASE_SECONDS)
+        self._listener = Listener(settings.REDIS_URL)
+        self._claimer = Claimer(
+            endpoint_limit=settings.PUMP_ENDPOINT_IN_FLIGHT, page_rows=BATCH_ROWS, lease=self._lease
+        )
+        self._transport = transport or Transport(
+            rule=settings.ADDRESS_RULE, ca_bundle=settings.CA_BUNDLE, max_connections=2 * settings.PUMP_IN_FLIGHT
+        )
+        self._transport.watch(self._listener.fd)
+        self._claims: dict[uuid.UUID, uuid.UUID] = {}  # delivery -> claim token, of what is not recorded yet
+        self._busy: Counter[uuid.UUID] = Counter()  # endpoint -> how many of these
+        self._results: list[Result] = []
+        self._gone: list[uuid.UUID] = []  # endpoints to disable with the next record
+        self._results_since = 0.0
+        self._claim_at = self._claimed_at = self._renew_at = self._reclaim_at = 0.0
+
+    @property
+    def hears_wake_ups(self) -> bool:
+        """Whether Redis is there."""
+        return self._listener.fd is not None
+
+    def run(self, should_stop: Callable[[], bool]) -> None:
+        """Works until `should_stop()`, then waits for what is in flight, `drain_seconds` at most.
+
+        What is still in flight then is left to its lease.
+        """
+        deadline: float | None = None
+        settled = False
+        try:
+            while deadline is None or (self._claims and time.monotonic() < deadline):
+                if deadline is None and should_stop():
+                    deadline = time.monotonic() + self._drain_seconds
+                try:
+                    if not settled:
+                        Delivery.objects.all().settle_planner()
+                        settled = True
+                    self._turn(stopping=deadline is not None)
+                except (OperationalError, InterfaceError) as error:
+                    logger.error("the database is away, trying again in a second: %s", error)
+                    connection.close()
+                    settled = False
+                    time.sleep(1.0)
+        finally:
+            self._transport.close()
+            self._listener.close()
+
+    def _turn(self, *, stopping: bool) -> None:
+        now = time.monotonic()
+        if not stopping:
+            if now >= self._reclaim_at:
+                self._reclaim_at = now + RECLAIM_SECONDS
+                reclaim_lost()
+            if now >= self._claim_at:
+                self._claim(now)
+        if now >= self._renew_at:
+            self._renew_at = now + settings.LEASE_SECONDS / 3
+            if self._claims:
+                Delivery.objects.all().renew(self._claims, self._lease)
+        patience = POLL_SECONDS if stopping else max(0.0, self._claim_at - now)
+        for outcome in self._transport.wait(min(patience, GATHER_SECONDS) if self._results else patience):
+            self._finish(outcome)
+        if self._transport.woken:
+            self._listener.drain()
+            self._claim_soon()
+        if self._listener.fd is None and self._listener.reconnect():
+            self._transport.watch(self._listener.fd)
+        self._record()
+
+    # --- Claim
+
+    def _claim_soon(self) -> None:
+        gap = GATHER_SECONDS if self._transport.in_flight else 0.0
+        self._claim_at = min(self._claim_at, self._claimed_at + gap)
+
+    def _claim(self, now: float) -> None:
+        room = settings.PUMP_IN_FLIGHT - len(self._claims)
+        self._claimed_at, self._claim_at = now, now + POLL_SECONDS
+        if room <= 0:
+            return
+        token, rows = self._claimer.claim(room, self._busy)
+        for row in rows:
+            self._claims[row.id] = token
+            self._busy[row.endpoint_id] += 1
+        self._send(rows, token)
+        if self._claimer.more:
+            self._claim_soon()
+
+    # --- Send
+
+    def _send(self, rows: Sequence[Claimed], token: uuid.UUID) -> None:
+        ids = {row.endpoint_id for row in rows}
+        if not ids:
+            return
+        endpoints = {endpoint.pk: endpoint for endpoint in Endpoint.objects.all().to_send(ids)}
+        keys = signing_keys(ids)
+        for row in rows:
+            endpoint = endpoints[row.endpoint_id]
+            result = Result(
+                delivery_id=row.id,
+                token=token,
+                state=Delivery.State.HELD,
+                id=uuid7(),
+                number=row.attempts_made + 1,
+                url=endpoint.url,
+            )
+            trial = _Trial(result, endpoint.pk, CONTRACTS[endpoint.contract])
+            if endpoint.status != Endpoint.Status.ACTIVE:
+                result.attempted = False  # it was paused between the fan-out and the claim
+                self._keep(trial)
+            elif endpoint.pk not in keys:
+                self._refuse(trial, "webhook_secret_unavailable", "A signing secret of the endpoint cannot be read.")
+            else:
+                self._start(trial, row, keys[endpoint.pk])
+
+    def _start(self, trial: "_Trial", row: Claimed, keys: Sequence[bytes]) -> None:
+        contract, result = trial.contract, trial.result
+        try:
+            host = _host(result.url)
+        except Blocked as blocked:
+            self._refuse(trial, "blocked_address", str(blocked))
+            return
+        headers = SCHEMES[contract.signature](typeid(Event.prefix, row.event_id), int(time.time()), row.payload, keys)
+        headers.append(f"content-type: {row.content_type}")
+        result.request_headers = headers
+        self._transport.send(
+            Request(
+                tag=trial,
+                url=result.url,
+                host=host,
+                headers=[*headers, *NOT_SENT],
+                body=row.payload,
+                deadline=contract.deadline,
+                read_bytes=contract.read_bytes,
+                keep_bytes=contract.keep_bytes,
+            )
+        )
+
+    def _refuse(self, trial: "_Trial", error: str, detail: str) -> None:
+        """A failed attempt that never reached the network."""
+        trial.result.error, trial.result.detail = error, detail
+        trial.result.started_at = datetime.now(UTC)
+        self._judge(trial, None)
+
+    # --- Record
+
+    def _finish(self, outcome: Outcome) -> None:
+        """Turns the end of a request into a result."""
+        trial: _Trial = outcome.request.tag
+        result, timings = trial.result, outcome.timings
+        result.started_at = outcome.started_at
+        result.address = outcome.address
+        result.status, result.error, result.detail = outcome.status, outcome.error, outcome.detail
+        result.lookup_us, result.connect_us, result.tls_us, result.wait_us, result.total_us = timings
+        result.response_headers = outcome.headers
+        result.response_body = outcome.body
+        result.response_truncated = outcome.truncated
+        self._judge(trial, outcome.header("retry-after"))
+
+    def _judge(self, trial: "_Trial", retry_after: str | None) -> None:
+        verdict = judge(trial.contract, trial.result, retry_after, time.time())
+        if verdict.action == "disable":
+            self._gone.append(trial.endpoint_id)
+        self._keep(trial)
+
+    def _keep(self, trial: "_Trial") -> None:
+        if not self._results:
+            self._results_since = time.monotonic()
+        self._results.append(trial.result)
+        self._busy[trial.endpoint_id] -= 1
+        if self._busy[trial.endpoint_id] <= 0:
+            del self._busy[trial.endpoint_id]
+        if trial.endpoint_id in self._claimer.lagging:
+            self._claim_soon()
+
+    def _record(self) -> None:
+        """Writes the results that have gathered, once they are a batch, or have waited, or nothing else is to come."""
+        if not self._results or (
+            self._transport.in_flight
+            and len(self._results) < BATCH_ROWS
+            and time.monotonic() < self._results_since + GATHER_SECONDS
+        ):
+            return
+        record_results(self._results, gone=self._gone)
+        for result in self._results:
+            self._claims.pop(result.delivery_id, None)
+        self.recorded += len(self._results)
+        self._results, self._gone = [], []
+
+
+@dataclass(slots=True)
+class _Trial:
+    """An attempt under way: its result so far, and what judges it."""
+
+    result: Result
+    endpoint_id: uuid.UUID
+    contract: Contract
+
+
+@functools.lru_cache(maxsize=10_000)
+def _host(url: str) -> str:
+    """The host of a URL that the address rule lets pass. Raises Blocked."""
+    return check_url(url).host

@@ -1,0 +1,332 @@
+"""The only module that speaks HTTP to receivers: thousands of requests in flight on one thread (libcurl multi, epoll).
+
+A request's end is always an `Outcome`, never an exception. Each has one deadline over look-up, connect, TLS, sending
+and answer. Redirects are not followed, no proxy or credential comes from the environment, nothing is decompressed,
+and every address is checked when it is dialled.
+"""
+
+import errno
+import select
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+import pycurl
+
+from endpoints.addresses import AddressRule, Blocked
+from webhookhub import __version__
+
+USER_AGENT = f"WebhookHub/{__version__}"
+CONNECT_SECONDS = 5  # a receiver that is there answers a connect within one retransmission (3 s) or not at all
+HEADER_LINES, HEADER_CHARS = 100, 1_000  # as much of a response's head as is kept; libcurl itself refuses over 300 KB
+
+# The ways a request ends without a usable status, by libcurl's error; the words are those of the contracts.
+_ERRORS = {
+    pycurl.E_COULDNT_RESOLVE_HOST: "dns_failed",
+    pycurl.E_SSL_CONNECT_ERROR: "tls_handshake_failed",
+    pycurl.E_PEER_FAILED_VERIFICATION: "tls_certificate_invalid",
+    pycurl.E_RECV_ERROR: "connection_reset",
+    pycurl.E_GOT_NOTHING: "closed_before_response",
+    pycurl.E_SEND_ERROR: "write_error",
+    pycurl.E_URL_MALFORMAT: "invalid_url",
+    pycurl.E_UNSUPPORTED_PROTOCOL: "malformed_response",
+    100: "headers_too_large",  # CURLE_TOO_LARGE, which pycurl has no name for
+    pycurl.E_OUT_OF_MEMORY: "local_resource_exhausted",
+}
+_OS_ERRORS = {errno.ECONNREFUSED: "connect_refused", errno.ENETUNREACH: "network_unreachable"}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A POST to make. `tag` comes back with the outcome; `headers` are lines without line ends."""
+
+    tag: Any
+    url: str
+    host: str
+    headers: Sequence[str]
+    body: bytes
+    deadline: float
+    read_bytes: int
+    keep_bytes: int
+
+
+class Timings(NamedTuple):
+    """Microseconds spent on each phase; None for one that was not reached or not needed (a reused connection)."""
+
+    lookup: int | None
+    connect: int | None
+    tls: int | None
+    wait: int | None
+    total: int
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a request ended: with a final `status`, or with an `error` (then `status` is None), and what was seen."""
+
+    request: Request
+    started_at: datetime
+    status: int | None
+    error: str
+    detail: str
+    address: str | None
+    timings: Timings
+    headers: list[str]
+    body: bytes
+    truncated: bool
+
+    def header(self, name: str) -> str | None:
+        """The value of a response header (given in lower case), or None."""
+        start = f"{name}:"
+        return next((line[len(start) :] for line in self.headers if line.lower().startswith(start)), None)
+
+
+@dataclass(slots=True, eq=False)
+class _Handle:
+    """A reusable curl handle with what its present transfer has gathered."""
+
+    curl: Any
+    rule: AddressRule
+    request: Request = None  # type: ignore[assignment]
+    started_at: datetime = None  # type: ignore[assignment]
+    blocked: str = ""
+    head: list[bytes] = field(default_factory=list)
+    body: bytearray = field(default_factory=bytearray)
+    received: int = 0
+
+    def start(self, request: Request) -> None:
+        self.request = request
+        self.blocked = ""
+        self.head.clear()
+        self.body = bytearray()
+        self.received = 0
+        curl = self.curl
+        curl.setopt(pycurl.URL, request.url)
+        curl.setopt(pycurl.HTTPHEADER, request.headers)
+        curl.setopt(pycurl.POSTFIELDS, request.body)
+        curl.setopt(pycurl.TIMEOUT_MS, int(request.deadline * 1000))
+        self.started_at = datetime.now(UTC)
+
+    def on_body(self, chunk: bytes) -> int:
+        self.received += len(chunk)
+        room = self.request.keep_bytes - len(self.body)
+        if room > 0:
+            self.body += chunk[:room]
+        return len(chunk) if self.received <= self.request.read_bytes else 0  # 0: libcurl closes the connection
+
+    def open_socket(self, _purpose: int, address: Any) -> Any:
+        try:
+            self.rule.check_address(address.addr[0], host=self.request.host)
+        except Blocked as blocked:
+            self.blocked = str(blocked)
+            return pycurl.SOCKET_BAD
+        return socket.socket(address.family, address.socktype, address.protocol)
+
+
+class Transport:
+    """Sends requests side by side and says how they ended.
+
+    `ca_bundle` is the file of certificates to trust; of connections at most `max_connections` are kept.
+    """
+
+    def __init__(self, *, rule: AddressRule, ca_bundle: str, max_connections: int) -> None:
+        self.in_flight = 0
+        self.woken = False
+        self._rule = rule
+        self._ca_bundle = ca_bundle
+        self._idle: list[_Handle] = []
+        self._ended: list[Outcome] = []
+        self._epoll = select.epoll()
+        self._watched: set[int] = set()
+        self._timer: float | None = None
+        self._multi = pycurl.CurlMulti()
+        self._multi.setopt(pycurl.M_SOCKETFUNCTION, self._on_socket)
+        self._multi.setopt(pycurl.M_TIMERFUNCTION, self._on_timer)
+        self._multi.setopt(pycurl.M_MAXCONNECTS, max_connections)
+        self._wake_fd: int | None = None
+
+    def watch(self, wake_fd: int | None) -> None:
+        """Names the descriptor that also ends a wait when it becomes readable; `woken` then says so."""
+        if self._wake_fd is not None:
+            try:
+                self._epoll.unregister(self._wake_fd)
+            except OSError:
+                pass  # closed, and so out of the set already
+        self._wake_fd = wake_fd
+        if wake_fd is not None:
+            self._epoll.register(wake_fd, select.EPOLLIN)
+
+    def send(self, request: Request) -> None:
+        """Starts a request. Its outcome comes from a later `wait`."""
+        handle = self._idle.pop() if self._idle else self._new_handle()
+        self.in_flight += 1
+        try:
+            handle.start(request)
+        except (pycurl.error, ValueError) as error:
+            self._ended.append(self._outcome(handle, pycurl.E_URL_MALFORMAT, f"the request cannot be built: {error}"))
+            self._release(handle)
+            return
+        self._multi.add_handle(handle.curl)
+
+    def wait(self, timeout: float) -> list[Outcome]:
+        """Moves transfers on until one ends, the wake descriptor is readable, or `timeout` seconds are over."""
+        now = time.monotonic()
+        if self._ended:
+            timeout = 0
+        if self._timer is not None:
+            timeout = min(timeout, max(0.0, self._timer - now))
+        self.woken = False
+        for fd, event in self._epoll.poll(timeout):
+            if fd == self._wake_fd:
+                self.woken = True
+                continue
+            mask = (
+                (pycurl.CSELECT_IN if event & select.EPOLLIN else 0)
+                | (pycurl.CSELECT_OUT if event & select.EPOLLOUT else 0)
+                | (pycurl.CSELECT_ERR if event & (select.EPOLLERR | select.EPOLLHUP) else 0)
+            )
+            self._multi.socket_action(fd, mask)
+        if self._timer is not None and self._timer <= time.monotonic():
+            self._timer = None
+            self._multi.socket_action(pycurl.SOCKET_TIMEOUT, 0)
+        return self._gather()
+
+    def close(self) -> None:
+        """Drops everything, also what is in flight."""
+        self._multi.close()
+        self._epoll.close()
+
+    def _gather(self) -> list[Outcome]:
+        more = True
+        while more:
+            more, succeeded, failed = self._multi.info_read()
+            for curl in succeeded:
+                self._end(curl.handle, pycurl.E_OK, "")
+            for curl, code, message in failed:
+                self._end(curl.handle, code, message)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _end(self, handle: _Handle, code: int, message: str) -> None:
+        self._multi.remove_handle(handle.curl)
+        self._ended.append(self._outcome(handle, code, message))
+        self._release(handle)
+
+    def _release(self, handle: _Handle) -> None:
+        self.in_flight -= 1
+        self._idle.append(handle)
+
+    def _outcome(self, handle: _Handle, code: int, message: str) -> Outcome:
+        getinfo = handle.curl.getinfo
+        times = [getinfo(info) for info in _TIMES]
+        headers, complete = _parse_head(handle.head)
+        status = getinfo(pycurl.RESPONSE_CODE) or None
+        error, detail = "", message
+        if code != pycurl.E_OK:
+            if complete and code != pycurl.E_OPERATION_TIMEDOUT:
+                # The receiver has answered: what is wrong with the body changes nothing about that.
+                detail = "" if handle.received > handle.request.read_bytes else f"response body unreadable: {message}"
+            else:
+                error, status = self._error(handle, code, times), None
+                detail = handle.blocked or message
+        if status is not None and not 100 <= status <= 599:
+            error, detail, status = "malformed_response", f"status {status} is outside 100 to 599", None
+        return Outcome(
+            request=handle.request,
+            started_at=handle.started_at,
+            status=status,
+            error=error,
+            detail=detail[:300],
+            address=getinfo(pycurl.PRIMARY_IP) or None,
+            timings=_timings(times),
+            headers=headers,
+            body=bytes(handle.body),
+            truncated=handle.received > len(handle.body),
+        )
+
+    def _error(self, handle: _Handle, code: int, times: list[int]) -> str:
+        if handle.blocked:
+            return "blocked_address"
+        if code == pycurl.E_OPERATION_TIMEDOUT:
+            lookup, connect = times[0], times[1]
+            return "total_timeout" if connect else "connect_timeout" if lookup else "dns_timeout"
+        if code == pycurl.E_COULDNT_CONNECT:
+            return _OS_ERRORS.get(handle.curl.getinfo(pycurl.OS_ERRNO), "connect_failed")
+        return _ERRORS.get(code, "malformed_response")
+
+    def _new_handle(self) -> _Handle:
+        curl = pycurl.Curl()
+        handle = curl.handle = _Handle(curl, self._rule)
+        curl.setopt(pycurl.NOSIGNAL, 1)
+        curl.setopt(pycurl.POST, 1)
+        curl.setopt(pycurl.PROTOCOLS, pycurl.PROTO_HTTP | pycurl.PROTO_HTTPS)
+        curl.setopt(pycurl.FOLLOWLOCATION, 0)
+        curl.setopt(pycurl.PATH_AS_IS, 1)  # the URL goes out byte for byte
+        curl.setopt(pycurl.PROXY, "")  # whatever the environment says
+        curl.setopt(pycurl.NETRC, pycurl.NETRC_IGNORED)
+        curl.setopt(pycurl.USERAGENT, USER_AGENT)
+        curl.setopt(pycurl.CONNECTTIMEOUT, CONNECT_SECONDS)
+        curl.setopt(pycurl.SSLVERSION, pycurl.SSLVERSION_TLSv1_2)
+        curl.setopt(pycurl.CAINFO, self._ca_bundle)
+        curl.setopt(pycurl.OPENSOCKETFUNCTION, handle.open_socket)
+        curl.setopt(pycurl.HEADERFUNCTION, handle.head.append)
+        curl.setopt(pycurl.WRITEFUNCTION, handle.on_body)
+        return handle
+
+    def _on_socket(self, what: int, fd: int, _multi: Any, _data: Any) -> None:
+        if what == pycurl.POLL_REMOVE:
+            self._watched.discard(fd)
+            try:
+                self._epoll.unregister(fd)
+            except OSError:
+                pass  # closed by libcurl, and so out of the set already
+            return
+        events = _EVENTS[what]
+        if fd in self._watched:
+            self._epoll.modify(fd, events)
+        else:
+            self._watched.add(fd)
+            self._epoll.register(fd, events)
+
+    def _on_timer(self, milliseconds: int) -> None:
+        self._timer = None if milliseconds < 0 else time.monotonic() + milliseconds / 1000
+
+
+_EVENTS = {
+    pycurl.POLL_NONE: 0,
+    pycurl.POLL_IN: select.EPOLLIN,
+    pycurl.POLL_OUT: select.EPOLLOUT,
+    pycurl.POLL_INOUT: select.EPOLLIN | select.EPOLLOUT,
+}
+# Moments of a transfer, in microseconds since its start.
+_TIMES = (
+    pycurl.NAMELOOKUP_TIME_T,
+    pycurl.CONNECT_TIME_T,
+    pycurl.APPCONNECT_TIME_T,
+    pycurl.PRETRANSFER_TIME_T,
+    pycurl.STARTTRANSFER_TIME_T,
+    pycurl.TOTAL_TIME_T,
+)
+
+
+def _timings(times: list[int]) -> Timings:
+    looked_up, connected, secured, ready, first_byte, total = times
+    return Timings(
+        lookup=looked_up or None,
+        connect=connected - looked_up if connected > looked_up else None,
+        tls=secured - connected if secured > connected else None,
+        wait=first_byte - ready if first_byte > ready else None,
+        total=total,
+    )
+
+
+def _parse_head(lines: list[bytes]) -> tuple[list[str], bool]:
+    """The header lines of the last response (an interim 1xx one may come before it), and whether its head is complete."""
+    start = max((number for number, line in enumerate(lines) if line.startswith(b"HTTP/")), default=-1)
+    head = lines[start + 1 :]
+    complete = start >= 0 and bool(head) and head[-1] == b"\r\n"
+    kept = [line.decode("latin-1").strip().replace("\0", "�")[:HEADER_CHARS] for line in head[:HEADER_LINES]]
+    return [line for line in kept if line], complete

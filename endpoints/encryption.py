@@ -1,0 +1,32 @@
+"""Secrets at rest: Fernet with several keys, the first of which encrypts. Pure; settings hold the keys."""
+
+import functools
+
+from cryptography.fernet import Fernet, InvalidToken, MultiFernet
+
+
+class Unreadable(Exception):
+    """A stored secret that none of the ENCRYPTION_KEYS opens."""
+
+
+@functools.cache
+def _box(keys: tuple[str, ...]) -> MultiFernet:
+    return MultiFernet([Fernet(key) for key in keys])
+
+
+def seal(text: str, keys: list[str]) -> bytes:
+    """Encrypts a secret with the first key."""
+    return _box(tuple(keys)).encrypt(text.encode())
+
+
+def unseal(sealed: bytes, keys: list[str]) -> str:
+    """Decrypts what `seal` made, with whichever key fits. Raises Unreadable."""
+    return _unseal(bytes(sealed), tuple(keys))
+
+
+@functools.lru_cache(maxsize=10_000)  # a pump opens the same few secrets for every request it signs
+def _unseal(sealed: bytes, keys: tuple[str, ...]) -> str:
+    try:
+        return _box(keys).decrypt(sealed).decode()
+    except InvalidToken:
+        raise Unreadable("no key of ENCRYPTION_KEYS opens this secret") from None

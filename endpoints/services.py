@@ -1,0 +1,177 @@
+"""What is done with tenants, keys, endpoints and secrets. Admin, API and commands all call these."""
+
+import hashlib
+import hmac
+import secrets
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Self
+
+from django.conf import settings
+from django.db import models, transaction
+from django.db.models.functions import Now
+from django.http import HttpRequest
+
+from endpoints import encryption, signing
+from endpoints.addresses import Target
+from endpoints.models import ApiKey, AuditEvent, Endpoint, EndpointSecret, Record, Tenant
+from webhookhub.ids import parse_typeid
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """Who does something: a user, a key or the system, and from where."""
+
+    kind: str
+    name: str
+    address: str | None = None
+
+    @classmethod
+    def of_request(cls, request: HttpRequest) -> Self:
+        """The person who is logged in."""
+        return cls(AuditEvent.Actor.USER, request.user.get_username(), request.META.get("REMOTE_ADDR"))
+
+
+SYSTEM = Actor(AuditEvent.Actor.SYSTEM, "webhookhub")
+
+
+def record_audit(
+    *, actor: Actor, action: str, of: Record, tenant: Tenant | None, reason: str = "", changes: dict[str, Any] | None = None
+) -> None:
+    """Adds a line to the audit. `changes` must hold no secret."""
+    AuditEvent.objects.create(
+        actor_kind=actor.kind,
+        actor=actor.name,
+        address=actor.address,
+        action=action,
+        tenant=tenant,
+        object_id=of.typeid,
+        object_name=str(of)[:200],
+        reason=reason,
+        changes=changes or {},
+    )
+
+
+def check_url(url: str) -> Target:
+    """Checks a destination by the address rule. Raises ValueError, naming the rule and the setting that opens it."""
+    target: Target = settings.ADDRESS_RULE.check_url(url)
+    return target
+
+
+# --- API keys
+
+
+def _digest(secret: str) -> bytes:
+    return hmac.digest(settings.API_KEY_PEPPER, secret.encode(), hashlib.sha256)
+
+
+def create_api_key(*, key: ApiKey, actor: Actor) -> str:
+    """Stores a new key and returns its text, `whk_<id>.<secret>`. This is the only time it can be had."""
+    secret = secrets.token_urlsafe(32)
+    key.digest = _digest(secret)
+    with transaction.atomic():
+        key.save(force_insert=True)
+        record_audit(actor=actor, action="api_key.create", of=key, tenant=key.tenant)
+    return f"{key.typeid}.{secret}"
+
+
+def revoke_api_key(*, key: ApiKey, actor: Actor, reason: str = "") -> bool:
+    """Makes a key useless for good. False when it already was."""
+    with transaction.atomic():
+        done = ApiKey.objects.filter(pk=key.pk, revoked_at__isnull=True).update(revoked_at=Now())
+        if done:
+            record_audit(actor=actor, action="api_key.revoke", of=key, tenant=key.tenant, reason=reason)
+    return bool(done)
+
+
+def authenticate(text: str) -> ApiKey | None:
+    """The usable key that this text is, or None. A key that does not exist takes the same work as one that does."""
+    head, _, secret = text.partition(".")
+    digest = _digest(secret)
+    try:
+        key = ApiKey.objects.usable().get(pk=parse_typeid(ApiKey.prefix, head))
+    except (ValueError, ApiKey.DoesNotExist):
+        return None
+    return key if hmac.compare_digest(bytes(key.digest), digest) else None
+
+
+# --- Endpoints and their secrets
+
+
+def create_endpoint(*, endpoint: Endpoint, actor: Actor, secret: str | None = None) -> str:
+    """Stores a new endpoint with one signing secret (generated unless given) and returns the secret.
+
+    Raises ValidationError (URL, event types) or signing.SecretError; then nothing is stored.
+    """
+    secret = secret or signing.generate_secret()
+    signing.parse_secret(secret)
+    endpoint.full_clean()
+    with transaction.atomic():
+        endpoint.save(force_insert=True)
+        _add_secret(endpoint, secret)
+        record_audit(
+            actor=actor, action="endpoint.create", of=endpoint, tenant=endpoint.tenant, changes={"url": endpoint.url}
+        )
+    return secret
+
+
+def rotate_secret(*, endpoint: Endpoint, actor: Actor, overlap: timedelta, reason: str = "") -> str:
+    """Adds a new signing secret and returns it; the ones before sign along for `overlap` and not after."""
+    secret = signing.generate_secret()
+    with transaction.atomic():
+        EndpointSecret.objects.valid().filter(endpoint=endpoint).update(expires_at=Now() + overlap)
+        _add_secret(endpoint, secret)
+        record_audit(
+            actor=actor,
+            action="endpoint.rotate_secret",
+            of=endpoint,
+            tenant=endpoint.tenant,
+            reason=reason,
+            changes={"overlap_seconds": int(overlap.total_seconds())},
+        )
+    return secret
+
+
+def _add_secret(endpoint: Endpoint, secret: str) -> None:
+    EndpointSecret.objects.create(endpoint=endpoint, sealed=encryption.seal(secret, settings.ENCRYPTION_KEYS))
+
+
+def signing_keys(endpoints: Iterable[uuid.UUID]) -> dict[uuid.UUID, list[bytes]]:
+    """The key bytes that sign now for each of these endpoints.
+
+    An endpoint is missing from the answer when it has no valid secret or one of them cannot be decrypted: nothing may
+    be sent to it then, since a receiver would see a request that is signed by less than it was promised.
+    """
+    keys: dict[uuid.UUID, list[bytes]] = {}
+    unreadable: set[uuid.UUID] = set()
+    for endpoint, sealed in EndpointSecret.objects.valid().filter(endpoint__in=endpoints).values_list("endpoint", "sealed"):
+        try:
+            secret = encryption.unseal(sealed, settings.ENCRYPTION_KEYS)
+        except encryption.Unreadable:
+            unreadable.add(endpoint)
+        else:
+            keys.setdefault(endpoint, []).append(signing.parse_secret(secret))
+    return {endpoint: found for endpoint, found in keys.items() if endpoint not in unreadable}
+
+
+def set_status(
+    *, endpoints: models.QuerySet[Endpoint], status: Endpoint.Status, actor: Actor, reason: str = ""
+) -> list[Endpoint]:
+    """Gives these endpoints a status, and returns those that did not have it."""
+    with transaction.atomic():
+        changed = list(endpoints.exclude(status=status).select_related("tenant").select_for_update(of=("self",)))
+        Endpoint.objects.filter(pk__in=[endpoint.pk for endpoint in changed]).update(
+            status=status, status_reason=reason, status_at=Now()
+        )
+        for endpoint in changed:
+            record_audit(
+                actor=actor,
+                action=f"endpoint.{status}",
+                of=endpoint,
+                tenant=endpoint.tenant,
+                reason=reason,
+                changes={"status": [endpoint.status, status]},
+            )
+    return changed
