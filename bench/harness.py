@@ -122,23 +122,24 @@ def payload(size: int = 1024) -> bytes:
 
 
 def make_tenant(url: str, endpoints: int = 1) -> tuple[Any, str]:
-    """A tenant with an API key (returned as text) and endpoints at a URL."""
+    """A tenant with an API key (returned as text) and endpoints at a URL, the n-th of which asks for type `type.n`."""
     from endpoints.models import ApiKey, Endpoint, Tenant
     from endpoints.services import SYSTEM, create_api_key, create_endpoint
 
     tenant = Tenant.objects.create(name="bench")
     for number in range(endpoints):
-        create_endpoint(endpoint=Endpoint(tenant=tenant, name=f"receiver {number}", url=url), actor=SYSTEM)
+        endpoint = Endpoint(tenant=tenant, name=f"receiver {number}", url=url, event_types=[f"type.{number}"])
+        create_endpoint(endpoint=endpoint, actor=SYSTEM)
     return tenant, create_api_key(key=ApiKey(tenant=tenant, name="bench"), actor=SYSTEM)
 
 
-def publish(tenant: Any, count: int) -> None:
-    """Stores `count` events of 1 KB, each with its deliveries."""
+def publish(tenant: Any, count: int, endpoints: int = 1) -> None:
+    """Stores `count` events of 1 KB, each for one of the endpoints in turn."""
     from deliveries.services import NewEvent, publish_events
 
     for start in range(0, count, 500):
-        size = min(500, count - start)
-        publish_events([NewEvent(tenant.pk, "invoice.paid", payload()) for _ in range(size)])
+        numbers = range(start, min(start + 500, count))
+        publish_events([NewEvent(tenant.pk, f"type.{number % endpoints}", payload()) for number in numbers])
 
 
 def quantiles_ms(seconds: list[float]) -> dict[str, float]:

@@ -40,7 +40,18 @@ class EventAdmin(ReadOnlyAdmin):
     list_select_related = ["tenant"]
     search_fields = ["id"]
     search_ids = {"evt": "id", "ten": "tenant_id"}
-    fields = ["typeid", "tenant", "type", "accepted_at", "caller_key", "key", "metadata", "content_type", "sent_to", "body"]
+    fields = [
+        "typeid",
+        "tenant",
+        "type",
+        "accepted_at",
+        "caller_key",
+        "key",
+        "metadata",
+        "content_type",
+        "sent_to",
+        "body",
+    ]
     readonly_fields = fields
     ordering = ["-id"]
 
@@ -66,7 +77,9 @@ class EventAdmin(ReadOnlyAdmin):
         """A line for each delivery."""
         deliveries = event.deliveries.select_related("endpoint").order_by("id")
         rows = ((link(one), one.endpoint, one.get_state_display()) for one in deliveries)
-        return format_html_join("", "<p>{} to {}: {}</p>", rows) or "No endpoint asked for this type when it was posted."
+        return (
+            format_html_join("", "<p>{} to {}: {}</p>", rows) or "No endpoint asked for this type when it was posted."
+        )
 
 
 class AttemptInline(admin.StackedInline[Attempt, Delivery]):
@@ -146,7 +159,17 @@ def replay(request: HttpRequest, delivery: Delivery, answers: dict[str, Any]) ->
 class DeliveryAdmin(ReadOnlyAdmin):
     """Deliveries, with their attempts."""
 
-    list_display = ["created_at", "state", "event_type", "endpoint", "tenant", "result", "attempts_made", "due_at", "typeid"]
+    list_display = [
+        "created_at",
+        "state",
+        "event_type",
+        "endpoint",
+        "tenant",
+        "result",
+        "attempts_made",
+        "due_at",
+        "typeid",
+    ]
     list_display_links = ["created_at", "typeid"]
     list_select_related = ["event", "endpoint__tenant"]
     list_filter = ["state", "trigger"]
@@ -226,7 +249,10 @@ class ReplayJobForm(forms.ModelForm[ReplayJob]):
     """Which deliveries to send again, and how fast."""
 
     states = forms.MultipleChoiceField(
-        choices=[(state.value, state.label) for state in (Delivery.State.DEAD, Delivery.State.DISCARDED, Delivery.State.DELIVERED)],
+        choices=[
+            (state.value, state.label)
+            for state in (Delivery.State.DEAD, Delivery.State.DISCARDED, Delivery.State.DELIVERED)
+        ],
         initial=[Delivery.State.DEAD],
         widget=forms.CheckboxSelectMultiple,
     )
@@ -252,7 +278,9 @@ class ReplayJobAdmin(HubModelAdmin):
     readonly_fields = progress
     ordering = ["-id"]
     object_actions = [
-        ObjectAction("cancel", "Cancel…", "deliveries.add_replayjob", "Cancel what {object} has not queued yet?", cancel)
+        ObjectAction(
+            "cancel", "Cancel…", "deliveries.add_replayjob", "Cancel what {object} has not queued yet?", cancel
+        )
     ]
 
     def get_fields(self, request: HttpRequest, obj: ReplayJob | None = None) -> list[str]:
@@ -302,7 +330,11 @@ class EndpointAdmin(endpoints_admin.EndpointAdmin):
             RequiredReasonForm,
         ),
         ObjectAction(
-            "resume", "Resume…", "endpoints.pause_endpoint", "Resume “{object}”? What is on hold for it is sent now.", resume
+            "resume",
+            "Resume…",
+            "endpoints.pause_endpoint",
+            "Resume “{object}”? What is on hold for it is sent now.",
+            resume,
         ),
         *endpoints_admin.EndpointAdmin.object_actions,
     ]

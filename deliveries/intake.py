@@ -15,13 +15,14 @@ from typing import Any
 
 import msgspec
 from django.conf import settings
-from django.db import close_old_connections, connection
+from django.db import DatabaseError, close_old_connections, connection
 
 from deliveries import payloads
 from deliveries.services import KeyReused, NewEvent, Published, Refused, publish_events
 from endpoints.models import EVENT_TYPE
 from endpoints.services import authenticate
 from webhookhub.api import Answer, Problem, parse_idempotency_key
+from webhookhub.database import settle_planner
 from webhookhub.ids import typeid
 
 Scope = MutableMapping[str, Any]
@@ -56,7 +57,9 @@ def check_head(headers: Mapping[str, str]) -> None:
 
 def too_large() -> Problem:
     """The refusal of a body over the limit."""
-    return Problem(413, "body_too_large", f"The body is over {settings.INTAKE_BODY_BYTES:,} bytes, the most of one event")
+    return Problem(
+        413, "body_too_large", f"The body is over {settings.INTAKE_BODY_BYTES:,} bytes, the most of one event"
+    )
 
 
 def tenant_of(authorization: str | None) -> uuid.UUID:
@@ -74,7 +77,9 @@ def read_event(tenant_id: uuid.UUID, headers: Mapping[str, str], body: bytes) ->
     try:
         members = payloads.slice_members(body)
         if unknown := sorted(members.keys() - MEMBERS):
-            raise Problem(400, "unknown_member", f"An event has type, data and metadata, but no {unknown[0]!r}", f"/{unknown[0]}")
+            raise Problem(
+                400, "unknown_member", f"An event has type, data and metadata, but no {unknown[0]!r}", f"/{unknown[0]}"
+            )
         event_type = _read_type(members.get("type"))
         data = members.get("data")
         if data is None:
@@ -107,7 +112,9 @@ def _read_metadata(value: bytes | None) -> dict[str, str]:
     except msgspec.DecodeError:
         metadata = None
     if metadata is None or any("\0" in text for pair in metadata.items() for text in pair):
-        raise Problem(400, "metadata_invalid", "metadata must be an object whose values are texts without NUL", "/metadata")
+        raise Problem(
+            400, "metadata_invalid", "metadata must be an object whose values are texts without NUL", "/metadata"
+        )
     return metadata
 
 
@@ -162,6 +169,11 @@ class Committer:
 
     def _commit(self, group: list[tuple[NewEvent, "asyncio.Future[Answer]"]]) -> None:
         events = [event for event, _ in group]
+        try:
+            if connection.connection is None:
+                settle_planner()
+        except DatabaseError:
+            pass  # publishing meets the same, and says so
         try:
             answers = [answer(event, result) for event, result in zip(events, publish_events(events), strict=True)]
         except Exception:

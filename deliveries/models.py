@@ -69,7 +69,9 @@ class Delivery(Record):
     state = models.CharField(max_length=10, choices=State, default=State.PENDING)
     trigger = models.CharField(max_length=10, choices=Trigger, default=Trigger.AUTOMATIC)
     replay_of = models.ForeignKey("self", on_delete=models.SET_NULL, null=True, related_name="replays", db_index=False)
-    replay_job = models.ForeignKey("ReplayJob", on_delete=models.SET_NULL, null=True, related_name="deliveries", db_index=False)
+    replay_job = models.ForeignKey(
+        "ReplayJob", on_delete=models.SET_NULL, null=True, related_name="deliveries", db_index=False
+    )
     created_at = models.DateTimeField(db_default=Now())
     due_at = models.DateTimeField(db_default=Now())
     claimed_at = models.DateTimeField(null=True)

@@ -30,7 +30,8 @@ _POINTER_CHARS = 256
 
 class PayloadError(ValueError):
     """A document is refused. `code` is for programs, `detail` is one sentence for people, `pointer` is the JSON pointer
-    (RFC 6901) to the place, empty for the whole document or where it is unknown. Positions are bytes, from 0."""
+    (RFC 6901) to the place, empty for the whole document or where it is unknown. Positions are bytes, from 0.
+    """
 
     def __init__(self, code: str, detail: str, pointer: str = "") -> None:
         super().__init__(detail)
@@ -126,7 +127,8 @@ def _is_plain(payload: bytes, max_depth: int) -> bool:
 
 def _has_lone_surrogate(text: bytes) -> bool:
     """Whether grammatical JSON text has a `\\uD8xx` escape without its other half. Escaped backslashes are blanked
-    first, as they may stand before an innocent "u"; blanked, not removed, or two halves could come to touch."""
+    first, as they may stand before an innocent "u"; blanked, not removed, or two halves could come to touch.
+    """
     if b"\\ud" not in text and b"\\uD" not in text:
         return False
     return _SURROGATE.search(_SURROGATE_PAIR.sub(b"", text.replace(rb"\\", b"  "))) is not None
@@ -134,7 +136,8 @@ def _has_lone_surrogate(text: bytes) -> bool:
 
 def _is_shallow(text: bytes, limit: int) -> bool:
     """Whether grammatical JSON text nests at most `limit` levels: keep only the brackets outside strings, then take
-    away the innermost pairs, one level a turn."""
+    away the innermost pairs, one level a turn.
+    """
     if text.count(b"[") + text.count(b"{") <= limit:
         return True
     outside = b"".join(text.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2])
@@ -203,7 +206,8 @@ class _Reader:
 
     def _begin_value(self, at: int) -> tuple[int, bool]:
         """Read a scalar or an empty container, or open a container and go to its first value. Returns the position
-        reached, and whether a value ends there or one begins."""
+        reached, and whether a value ends there or one begins.
+        """
         text = self.text
         first = text[at]
         if first == _QUOTE:

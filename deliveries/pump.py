@@ -5,6 +5,7 @@ wake-up at once, without one by polling.
 """
 
 import functools
+import gc
 import logging
 import time
 import uuid
@@ -27,6 +28,7 @@ from endpoints.contracts import CONTRACTS, Contract
 from endpoints.models import Endpoint
 from endpoints.services import check_url, signing_keys
 from endpoints.signing import SCHEMES
+from webhookhub.database import settle_planner
 from webhookhub.ids import typeid, uuid7
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,8 @@ class Pump:
 
         What is still in flight then is left to its lease.
         """
+        gc.freeze()  # a pump makes many objects and no cycles: let the collector look at few of them, and seldom
+        gc.set_threshold(50_000, 20, 50)
         deadline: float | None = None
         settled = False
         try:
@@ -82,7 +86,7 @@ class Pump:
                     deadline = time.monotonic() + self._drain_seconds
                 try:
                     if not settled:
-                        Delivery.objects.all().settle_planner()
+                        settle_planner()
                         settled = True
                     self._turn(stopping=deadline is not None)
                 except (OperationalError, InterfaceError) as error:
@@ -131,39 +135,33 @@ class Pump:
         for row in rows:
             self._claims[row.id] = token
             self._busy[row.endpoint_id] += 1
-        self._send(rows, token)
+            self._send(row, token)
         if self._claimer.more:
             self._claim_soon()
 
     # --- Send
 
-    def _send(self, rows: Sequence[Claimed], token: uuid.UUID) -> None:
-        ids = {row.endpoint_id for row in rows}
-        if not ids:
-            return
-        endpoints = {endpoint.pk: endpoint for endpoint in Endpoint.objects.all().to_send(ids)}
-        keys = signing_keys(ids)
-        for row in rows:
-            endpoint = endpoints[row.endpoint_id]
-            result = Result(
-                delivery_id=row.id,
-                token=token,
-                state=Delivery.State.HELD,
-                id=uuid7(),
-                number=row.attempts_made + 1,
-                url=endpoint.url,
-            )
-            trial = _Trial(result, endpoint.pk, CONTRACTS[endpoint.contract])
-            if endpoint.status != Endpoint.Status.ACTIVE:
-                result.attempted = False  # it was paused between the fan-out and the claim
-                self._keep(trial)
-            elif endpoint.pk not in keys:
-                self._refuse(trial, "webhook_secret_unavailable", "A signing secret of the endpoint cannot be read.")
-            else:
-                self._start(trial, row, keys[endpoint.pk])
+    def _send(self, row: Claimed, token: uuid.UUID) -> None:
+        result = Result(
+            delivery_id=row.id,
+            token=token,
+            state=Delivery.State.HELD,
+            id=uuid7(),
+            number=row.attempts_made + 1,
+            url=row.url,
+        )
+        trial = _Trial(result, row.endpoint_id, CONTRACTS[row.contract])
+        if row.endpoint_status == Endpoint.Status.ACTIVE:
+            self._start(trial, row, signing_keys(row.sealed))
+        else:
+            result.attempted = False  # it was paused between the fan-out and the claim
+            self._keep(trial)
 
     def _start(self, trial: "_Trial", row: Claimed, keys: Sequence[bytes]) -> None:
         contract, result = trial.contract, trial.result
+        if not keys:
+            self._refuse(trial, "webhook_secret_unavailable", "The endpoint has no signing secret that can be read.")
+            return
         try:
             host = _host(result.url)
         except Blocked as blocked:

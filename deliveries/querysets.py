@@ -7,22 +7,15 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import msgspec
-import psycopg
-from django.db import connections, models
+from django.db import models
 from django.db.models.functions import Now
+
+from webhookhub.database import run
 
 if TYPE_CHECKING:
     from deliveries.models import Delivery, Event
 else:
     Delivery = Event = models.Model
-
-# What the statements below need of the planner, on a connection that runs nothing else: all of them go by an index,
-# whatever the statistics say of tables whose state changes by the second, and planning them anew would take longer
-# than running them.
-PLANNER = """
-SET enable_seqscan = off; SET enable_bitmapscan = off; SET enable_hashjoin = off; SET enable_mergejoin = off;
-SET jit = off; SET plan_cache_mode = force_generic_plan
-"""
 
 # Each event once, with a delivery for every endpoint of its tenant that wants its type. What an endpoint that is not
 # active would get is held for it.
@@ -57,10 +50,17 @@ claimed AS (
     RETURNING delivery.due_at, delivery.id, delivery.endpoint_id, delivery.attempts_made, delivery.event_id
 )
 """
+# With all that a request needs, as it is now: a change to an endpoint counts from the next claim on.
 _CLAIMED_ROWS = """
-SELECT claimed.due_at, claimed.id, claimed.endpoint_id, claimed.attempts_made,
-       claimed.event_id, event.payload, event.content_type
-FROM claimed JOIN deliveries_event event ON event.id = claimed.event_id
+SELECT claimed.due_at, claimed.id, claimed.endpoint_id, claimed.attempts_made, claimed.event_id,
+       event.payload, event.content_type, endpoint.url, endpoint.contract, endpoint.status, secrets.sealed
+FROM claimed
+JOIN deliveries_event event ON event.id = claimed.event_id
+JOIN endpoints_endpoint endpoint ON endpoint.id = claimed.endpoint_id
+CROSS JOIN LATERAL (
+    SELECT coalesce(array_agg(sealed ORDER BY id), '{}') AS sealed FROM endpoints_endpointsecret
+    WHERE endpoint_id = claimed.endpoint_id AND (expires_at IS NULL OR expires_at > now())
+) secrets
 """
 
 # The next page of due deliveries after a remembered position. Of each endpoint at most its free slots are claimed, and
@@ -83,7 +83,9 @@ WITH page AS MATERIALIZED (
     FOR UPDATE OF delivery SKIP LOCKED
 ), {_CLAIMED}
 {_CLAIMED_ROWS}
-UNION ALL SELECT due_at, id, endpoint_id, NULL, NULL, NULL, NULL FROM page
+UNION ALL (
+    SELECT due_at, id, endpoint_id, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL FROM page ORDER BY due_at, id
+)
 """
 
 # The next due deliveries of endpoints that have more of them than may be in flight, each from its own position.
@@ -124,19 +126,19 @@ WITH result AS (
     FROM result, endpoints_endpoint endpoint
     WHERE delivery.id = result.delivery_id AND delivery.claim_token = result.token
       AND endpoint.id = delivery.endpoint_id
-    RETURNING delivery.id
+    RETURNING result.*
 ), kept AS (
     INSERT INTO deliveries_attempt (
         id, delivery_id, number, started_at, url, address, status, error, detail,
         lookup_us, connect_us, tls_us, wait_us, total_us,
         request_headers, response_headers, response_body, response_truncated
     )
-    SELECT result.id, delivery_id, number, started_at, url, address, status, error, detail,
+    SELECT id, delivery_id, number, started_at, url, address, status, error, detail,
         lookup_us, connect_us, tls_us, wait_us, total_us,
         request_headers, response_headers, decode(response_body, 'base64'), response_truncated
-    FROM result JOIN done ON done.id = result.delivery_id WHERE attempted
+    FROM done WHERE attempted
 )
-SELECT id FROM done
+SELECT delivery_id FROM done
 """
 
 RENEW = """
@@ -153,7 +155,7 @@ class Position(NamedTuple):
 
 
 class Claimed(NamedTuple):
-    """A claimed delivery with what is needed to send it."""
+    """A claimed delivery with what is needed to send it; `sealed` are the encrypted secrets that sign now."""
 
     due_at: datetime
     id: uuid.UUID
@@ -162,6 +164,10 @@ class Claimed(NamedTuple):
     event_id: uuid.UUID
     payload: bytes
     content_type: str
+    url: str
+    contract: str
+    endpoint_status: str
+    sealed: list[bytes]
 
 
 class Seen(NamedTuple):
@@ -208,21 +214,6 @@ class Lagging:
     free: int
 
 
-def _run(using: str, sql: str, params: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """Runs one statement on Django's connection with binary parameters, prepared once a connection.
-
-    Errors are Django's (`django.db.Error` and its kinds).
-    """
-    connection = connections[using]
-    connection.ensure_connection()
-    with (
-        connection.wrap_database_errors,
-        psycopg.Cursor(connection.connection) as cursor,
-    ):
-        cursor.execute(sql.encode(), params, prepare=True, binary=True)
-        return cursor.fetchall() if cursor.description else []
-
-
 class EventQuerySet(models.QuerySet["Event"]):
     """Events."""
 
@@ -232,16 +223,11 @@ class EventQuerySet(models.QuerySet["Event"]):
         Returns the ids that were stored; the others' tenants had used their caller_key before. One event that the
         database refuses fails the whole statement.
         """
-        return {row[0] for row in _run(self.db, STORE_EVENTS, columns)}
+        return {row[0] for row in run(self.db, STORE_EVENTS, columns)}
 
 
 class DeliveryQuerySet(models.QuerySet["Delivery"]):
     """Deliveries."""
-
-    def settle_planner(self) -> None:
-        """Prepares the connection for the statements of a pump; for a process that does little else on it."""
-        with connections[self.db].cursor() as cursor:
-            cursor.execute(PLANNER)
 
     def claim(
         self,
@@ -270,10 +256,9 @@ class DeliveryQuerySet(models.QuerySet["Delivery"]):
             "token": token,
             "lease": lease,
         }
-        rows = _run(self.db, CLAIM, params)
+        rows = run(self.db, CLAIM, params)
         claimed = [Claimed(*row) for row in rows if row[4] is not None]
-        page = sorted(Seen(*row[:3]) for row in rows if row[4] is None)
-        return claimed, page
+        return claimed, [Seen(*row[:3]) for row in rows if row[4] is None]
 
     def claim_lagging(self, lagging: Sequence[Lagging], *, token: uuid.UUID, lease: timedelta) -> list[Claimed]:
         """Claims the next due deliveries of each of these endpoints, as many as it has free slots."""
@@ -285,20 +270,20 @@ class DeliveryQuerySet(models.QuerySet["Delivery"]):
             "token": token,
             "lease": lease,
         }
-        return [Claimed(*row) for row in _run(self.db, CLAIM_LAGGING, params)]
+        return [Claimed(*row) for row in run(self.db, CLAIM_LAGGING, params)]
 
     def record(self, results: Sequence[Result]) -> set[uuid.UUID]:
         """Writes results and their attempts, and returns the deliveries whose claim still stood."""
-        return {row[0] for row in _run(self.db, RECORD, {"results": msgspec.json.encode(results).decode()})}
+        return {row[0] for row in run(self.db, RECORD, {"results": msgspec.json.encode(results).decode()})}
 
     def renew(self, claims: Mapping[uuid.UUID, uuid.UUID], lease: timedelta) -> None:
         """Extends the lease of these claims (delivery -> token) that still stand."""
         params = {"ids": list(claims), "tokens": list(set(claims.values())), "lease": lease}
-        _run(self.db, RENEW, params)
+        run(self.db, RENEW, params)
 
     def database_now(self) -> datetime:
         """The database's clock, by which due times and leases run."""
-        moment: datetime = _run(self.db, "SELECT clock_timestamp()", {})[0][0]
+        moment: datetime = run(self.db, "SELECT clock_timestamp()", {})[0][0]
         return moment
 
     def lost(self, limit: int) -> Self:
@@ -309,6 +294,10 @@ class DeliveryQuerySet(models.QuerySet["Delivery"]):
             .select_for_update(skip_locked=True, of=("self",))
             .order_by("lease_until")[:limit]
         )
+
+    def in_hand(self) -> Self:
+        """Deliveries that are due or being sent."""
+        return self.filter(models.Q(state="sending") | models.Q(state="pending", due_at__lte=Now()))
 
     def waiting_for(self, endpoints: Iterable[uuid.UUID]) -> Self:
         """Deliveries that wait for their next attempt at these endpoints."""

@@ -140,7 +140,9 @@ def record_results(results: Sequence[Result], *, gone: Sequence[uuid.UUID] = ())
     with transaction.atomic() if gone else nullcontext():
         stood = Delivery.objects.all().record(results)
         if gone:
-            disable_endpoints(Endpoint.objects.filter(pk__in=gone), actor=SYSTEM, reason="gone: the receiver answered 410")
+            disable_endpoints(
+                Endpoint.objects.filter(pk__in=gone), actor=SYSTEM, reason="gone: the receiver answered 410"
+            )
     if len(stood) < len(results):
         logger.warning("%d results dropped: their leases had run out", len(results) - len(stood))
 
@@ -312,4 +314,3 @@ def step_replay_job(job_id: uuid.UUID, limit: int) -> int | None:
         job.save(update_fields=["queued", "position", "state", "finished_at"])
         transaction.on_commit(announce, robust=True)
     return len(page)
-

@@ -96,6 +96,7 @@ class _Handle:
     head: list[bytes] = field(default_factory=list)
     body: bytearray = field(default_factory=bytearray)
     received: int = 0
+    sockets: list[socket.socket] = field(default_factory=list)
 
     def start(self, request: Request) -> None:
         self.request = request
@@ -123,7 +124,13 @@ class _Handle:
         except Blocked as blocked:
             self.blocked = str(blocked)
             return pycurl.SOCKET_BAD
-        return socket.socket(address.family, address.socktype, address.protocol)
+        opened = socket.socket(address.family, address.socktype, address.protocol)
+        self.sockets.append(opened)  # libcurl works on a duplicate
+        return opened
+
+    def close_sockets(self) -> None:
+        while self.sockets:
+            self.sockets.pop().close()
 
 
 class Transport:
@@ -217,6 +224,7 @@ class Transport:
 
     def _release(self, handle: _Handle) -> None:
         self.in_flight -= 1
+        handle.close_sockets()
         self._idle.append(handle)
 
     def _outcome(self, handle: _Handle, code: int, message: str) -> Outcome:
@@ -324,9 +332,8 @@ def _timings(times: list[int]) -> Timings:
 
 
 def _parse_head(lines: list[bytes]) -> tuple[list[str], bool]:
-    """The header lines of the last response (an interim 1xx one may come before it), and whether its head is complete."""
-    start = max((number for number, line in enumerate(lines) if line.startswith(b"HTTP/")), default=-1)
-    head = lines[start + 1 :]
-    complete = start >= 0 and bool(head) and head[-1] == b"\r\n"
-    kept = [line.decode("latin-1").strip().replace("\0", "�")[:HEADER_CHARS] for line in head[:HEADER_LINES]]
-    return [line for line in kept if line], complete
+    """The header lines of the last response (interim 1xx ones may come before it), and whether its head is complete."""
+    text = b"".join(lines).decode("latin-1").replace("\r\n", "\n").replace("\0", "\ufffd")
+    complete = text.endswith("\n\n")
+    last = text.split("\n\n")[-2 if complete else -1]
+    return [line[:HEADER_CHARS] for line in last.split("\n")[1 : HEADER_LINES + 1]], complete

@@ -128,7 +128,8 @@ class AddressRule:
     @classmethod
     def parse(cls, *, networks: str = "", hosts: str = "", allow_http: bool = False) -> Self:
         """Build a rule from comma-separated lists, as settings hold them. An address or network among the hosts, or a
-        host among the networks, is taken for what it is. Raises `ValueError` naming an item that is neither."""
+        host among the networks, is taken for what it is. Raises `ValueError` naming an item that is neither.
+        """
         items = [*_parse_list("ALLOWED_NETWORKS", networks), *_parse_list("ALLOWED_HOSTS", hosts)]
         return cls(
             allowed_networks=tuple(item for item in items if not isinstance(item, str)),
@@ -164,7 +165,8 @@ class AddressRule:
 
     def check_address(self, address: str, *, host: str = "") -> None:
         """Raise `Blocked` unless this address may be dialled, `host` being the canonical name it was resolved from.
-        Cheap enough for every connect: the verdict on an address is remembered."""
+        Cheap enough for every connect: the verdict on an address is remembered.
+        """
         if reason := self._fault(address, host):
             raise Blocked(reason, _sentence(address, host, reason))
 
@@ -257,7 +259,8 @@ _RANGES = {version: tuple(_ranges(version)) for version in (4, 6)}
 @lru_cache(maxsize=8192)
 def _classify(text: str) -> tuple[str, tuple[Address, ...]]:
     """Why an address is no ordinary public one, "" if it is; and the addresses it can be read as: itself, and the IPv4
-    address within it if that is what the translator on the way would dial."""
+    address within it if that is what the translator on the way would dial.
+    """
     try:
         address = ip_address(text)
     except ValueError:
@@ -334,7 +337,8 @@ def _read_ipv4(host: str) -> IPv4Address:
 
 def _canonical_name(host: str) -> str:
     """A host in lower case, as A-labels (IDNA2008), without the root's dot. Underscores pass here, as names of an
-    operator's own network have them."""
+    operator's own network have them.
+    """
     if len(host) > 254:  # RFC 1035: 253 characters, and the dot
         raise Blocked("invalid_host", f"{_shown(host)} is longer than 253 characters.")
     labels = [_a_label(label) for label in "".join(map(_lower, host)).removesuffix(".").split(".")]
@@ -355,7 +359,8 @@ def _lower(character: str) -> str:
 
 def _a_label(label: str) -> str:
     """A label as DNS holds it. Plain ASCII is returned as it is. `idna` gets one label at a time and maps nothing, so
-    that no look-alike of a dot, a digit or a slash becomes one."""
+    that no look-alike of a dot, a digit or a slash becomes one.
+    """
     if label.isascii() and not (label.startswith("xn--") and _LABEL.fullmatch(label)):
         return label
     try:

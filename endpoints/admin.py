@@ -72,6 +72,7 @@ class ApiKeyAdmin(HubModelAdmin):
             next_url=reverse("admin:endpoints_apikey_change", args=[obj.pk]),
         )
 
+
 @admin.register(EventType)
 class EventTypeAdmin(HubModelAdmin):
     """A tenant's catalogue of event types."""
@@ -129,7 +130,18 @@ class EndpointAdmin(HubModelAdmin):
     search_fields = ["name"]
     search_ids = {"ep": "id", "ten": "tenant_id"}
     autocomplete_fields = ["tenant"]
-    fields = ["typeid", "tenant", "name", "url", "contract", "event_types", "status", "status_reason", "status_at", "created_at"]
+    fields = [
+        "typeid",
+        "tenant",
+        "name",
+        "url",
+        "contract",
+        "event_types",
+        "status",
+        "status_reason",
+        "status_at",
+        "created_at",
+    ]
     readonly_fields = ["typeid", "status", "status_reason", "status_at", "created_at"]
     object_actions = [
         ObjectAction(

@@ -21,12 +21,7 @@ def seal(text: str, keys: list[str]) -> bytes:
 
 def unseal(sealed: bytes, keys: list[str]) -> str:
     """Decrypts what `seal` made, with whichever key fits. Raises Unreadable."""
-    return _unseal(bytes(sealed), tuple(keys))
-
-
-@functools.lru_cache(maxsize=10_000)  # a pump opens the same few secrets for every request it signs
-def _unseal(sealed: bytes, keys: tuple[str, ...]) -> str:
     try:
-        return _box(keys).decrypt(sealed).decode()
+        return _box(tuple(keys)).decrypt(sealed).decode()
     except InvalidToken:
         raise Unreadable("no key of ENCRYPTION_KEYS opens this secret") from None

@@ -9,7 +9,7 @@ from django.db import models
 from django.db.models.functions import Now
 
 from endpoints.contracts import CONTRACTS
-from endpoints.querysets import ApiKeyQuerySet, EndpointQuerySet, EndpointSecretQuerySet
+from endpoints.querysets import ApiKeyQuerySet, EndpointSecretQuerySet
 from webhookhub.ids import typeid, uuid7
 
 # An event type: dot-separated words of letters, digits, `_` and `-`.
@@ -131,8 +131,6 @@ class Endpoint(Record):
     status_at = models.DateTimeField(db_default=Now(), editable=False)
     created_at = models.DateTimeField(db_default=Now(), editable=False)
 
-    objects = EndpointQuerySet.as_manager()
-
     class Meta:
         indexes = [
             # The fan-out: endpoints of a tenant (deliveries.querysets.EVENTS).
@@ -203,4 +201,3 @@ class AuditEvent(Record):
 
     def __str__(self) -> str:
         return f"{self.action} {self.object_name}"
-

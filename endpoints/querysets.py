@@ -1,16 +1,14 @@
 """Queries over endpoints, secrets and keys."""
 
-import uuid
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Self
 
 from django.db import models
 from django.db.models.functions import Now
 
 if TYPE_CHECKING:
-    from endpoints.models import ApiKey, Endpoint, EndpointSecret
+    from endpoints.models import ApiKey, EndpointSecret
 else:
-    ApiKey = Endpoint = EndpointSecret = models.Model
+    ApiKey = EndpointSecret = models.Model
 
 
 class ApiKeyQuerySet(models.QuerySet["ApiKey"]):
@@ -19,14 +17,6 @@ class ApiKeyQuerySet(models.QuerySet["ApiKey"]):
     def usable(self) -> Self:
         """Keys that are neither revoked nor expired, by the database's clock."""
         return self.filter(models.Q(expires_at__isnull=True) | models.Q(expires_at__gt=Now()), revoked_at__isnull=True)
-
-
-class EndpointQuerySet(models.QuerySet["Endpoint"]):
-    """Endpoints."""
-
-    def to_send(self, ids: Iterable[uuid.UUID]) -> Self:
-        """These endpoints with what a request to them needs; read anew for every batch, so that changes count at once."""
-        return self.filter(id__in=list(ids)).only("id", "url", "contract", "status")
 
 
 class EndpointSecretQuerySet(models.QuerySet["EndpointSecret"]):

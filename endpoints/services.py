@@ -1,10 +1,10 @@
 """What is done with tenants, keys, endpoints and secrets. Admin, API and commands all call these."""
 
+import functools
 import hashlib
 import hmac
 import secrets
-import uuid
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
@@ -38,7 +38,13 @@ SYSTEM = Actor(AuditEvent.Actor.SYSTEM, "webhookhub")
 
 
 def record_audit(
-    *, actor: Actor, action: str, of: Record, tenant: Tenant | None, reason: str = "", changes: dict[str, Any] | None = None
+    *,
+    actor: Actor,
+    action: str,
+    of: Record,
+    tenant: Tenant | None,
+    reason: str = "",
+    changes: dict[str, Any] | None = None,
 ) -> None:
     """Adds a line to the audit. `changes` must hold no secret."""
     AuditEvent.objects.create(
@@ -138,22 +144,20 @@ def _add_secret(endpoint: Endpoint, secret: str) -> None:
     EndpointSecret.objects.create(endpoint=endpoint, sealed=encryption.seal(secret, settings.ENCRYPTION_KEYS))
 
 
-def signing_keys(endpoints: Iterable[uuid.UUID]) -> dict[uuid.UUID, list[bytes]]:
-    """The key bytes that sign now for each of these endpoints.
+def signing_keys(sealed: Sequence[bytes]) -> list[bytes]:
+    """The key bytes of an endpoint's encrypted secrets; none when one of them cannot be decrypted.
 
-    An endpoint is missing from the answer when it has no valid secret or one of them cannot be decrypted: nothing may
-    be sent to it then, since a receiver would see a request that is signed by less than it was promised.
+    Nothing may be sent then: a receiver would see a request that is signed by less than it was promised.
     """
-    keys: dict[uuid.UUID, list[bytes]] = {}
-    unreadable: set[uuid.UUID] = set()
-    for endpoint, sealed in EndpointSecret.objects.valid().filter(endpoint__in=endpoints).values_list("endpoint", "sealed"):
-        try:
-            secret = encryption.unseal(sealed, settings.ENCRYPTION_KEYS)
-        except encryption.Unreadable:
-            unreadable.add(endpoint)
-        else:
-            keys.setdefault(endpoint, []).append(signing.parse_secret(secret))
-    return {endpoint: found for endpoint, found in keys.items() if endpoint not in unreadable}
+    try:
+        return [_signing_key(one) for one in sealed]
+    except encryption.Unreadable:
+        return []
+
+
+@functools.lru_cache(maxsize=10_000)  # a pump opens the same few secrets for every request it signs
+def _signing_key(sealed: bytes) -> bytes:
+    return signing.parse_secret(encryption.unseal(sealed, settings.ENCRYPTION_KEYS))
 
 
 def set_status(

@@ -2,7 +2,6 @@
 
 import base64
 import binascii
-import hashlib
 import hmac
 import secrets
 from collections.abc import Callable, Sequence
@@ -52,7 +51,7 @@ def standard_webhooks(message_id: str, timestamp: int, body: bytes, keys: Sequen
     """The three headers of Standard Webhooks: one `v1` signature for each key, separated by spaces."""
     signed = f"{message_id}.{timestamp}.".encode() + body
     signatures = " ".join(
-        "v1," + binascii.b2a_base64(hmac.digest(key, signed, hashlib.sha256), newline=False).decode() for key in keys
+        ["v1," + binascii.b2a_base64(hmac.digest(key, signed, "sha256"), newline=False).decode() for key in keys]
     )
     return [f"webhook-id: {message_id}", f"webhook-timestamp: {timestamp}", f"webhook-signature: {signatures}"]
 

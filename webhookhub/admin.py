@@ -92,7 +92,9 @@ class HubModelAdmin(admin.ModelAdmin[Any]):
         """The id as people see it."""
         return format_html("<code>{}</code>", obj.typeid)
 
-    def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
+    def get_search_results(
+        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
+    ) -> tuple[QuerySet[Any], bool]:
         """An id finds its row by equality; anything else goes through `search_fields`."""
         prefix, _, _ = search_term.strip().rpartition("_")
         if prefix in self.search_ids:
@@ -143,7 +145,9 @@ class HubModelAdmin(admin.ModelAdmin[Any]):
                 return done
             if done:
                 messages.success(request, done)
-            return HttpResponseRedirect(reverse(f"admin:{self.opts.app_label}_{self.opts.model_name}_change", args=[obj.pk]))
+            return HttpResponseRedirect(
+                reverse(f"admin:{self.opts.app_label}_{self.opts.model_name}_change", args=[obj.pk])
+            )
 
         return view
 

@@ -9,7 +9,6 @@ import msgspec
 from django.core.exceptions import PermissionDenied
 from django.http import Http404, HttpRequest, HttpResponse
 from rest_framework import exceptions, renderers
-from rest_framework.response import Response
 
 logger = logging.getLogger(__name__)
 

@@ -53,7 +53,9 @@ def _make_room(var: Path) -> None:
         var.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(var).free
     except OSError as error:
-        raise SettingError(f"{var} cannot be used for data: {error.strerror}. Set WEBHOOKHUB_VAR to a folder that can") from error
+        raise SettingError(
+            f"{var} cannot be used for data: {error.strerror}. Set WEBHOOKHUB_VAR to a folder that can"
+        ) from error
     if free < FREE_BYTES:
         raise SettingError(
             f"{var} has {free // 1_000_000} MB free and the embedded servers need {FREE_BYTES // 1_000_000} MB. "

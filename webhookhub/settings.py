@@ -42,7 +42,9 @@ ENCRYPTION_KEYS = [
 DEBUG = env_bool("DEBUG", False)
 ALLOWED_HOSTS = env_list("WEB_HOSTS", "localhost,127.0.0.1,[::1]")  # the names this site answers to
 CSRF_TRUSTED_ORIGINS = env_list("CSRF_TRUSTED_ORIGINS")  # https://hub.example.com, behind a proxy
-WEB_THREADS = env_int("WEB_THREADS", 8, minimum=1)  # threads (and database connections) of Django's part of a web process
+WEB_THREADS = env_int(
+    "WEB_THREADS", 8, minimum=1
+)  # threads (and database connections) of Django's part of a web process
 HTTPS = env_bool("HTTPS", False)  # the site is reached by https only: secure cookies, HSTS, redirects
 if HTTPS:
     SECURE_PROXY_SSL_HEADER = ("HTTP_X_FORWARDED_PROTO", "https")
@@ -116,12 +118,12 @@ USE_TZ = True
 
 # --- PostgreSQL: the queue of record. Set by webhookhub.embedded when it runs the server.
 DATABASE_URL = env_str("DATABASE_URL")
-DATABASES = {
-    "default": {
-        **dj_database_url.parse(DATABASE_URL, conn_max_age=600, conn_health_checks=True),
-        "DISABLE_SERVER_SIDE_CURSORS": env_bool("PGBOUNCER", False),
-    }
-}
+PGBOUNCER = env_bool("PGBOUNCER", False)  # DATABASE_URL leads to a pooler in transaction mode
+_DATABASE: Any = dj_database_url.parse(DATABASE_URL, conn_max_age=600, conn_health_checks=True)
+_DATABASE["DISABLE_SERVER_SIDE_CURSORS"] = PGBOUNCER
+# The hot statements (deliveries.querysets) are prepared; a pooler that shares connections forbids it.
+_DATABASE.setdefault("OPTIONS", {})["prepare_threshold"] = None if PGBOUNCER else 5
+DATABASES = {"default": _DATABASE}
 if DATABASES["default"]["ENGINE"] != "django.db.backends.postgresql":
     raise SettingError("DATABASE_URL must be a postgresql:// address: WebhookHub keeps its queue in PostgreSQL only")
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"

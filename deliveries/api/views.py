@@ -1,12 +1,12 @@
 """The API of events. `POST /v1/events` comes here only where the fast lane does not serve (plain WSGI, tests)."""
 
+from django.conf import settings
 from django.http import HttpResponse
 from rest_framework.request import Request
 from rest_framework.views import APIView
 
 from deliveries.intake import answer, check_head, read_event, tenant_of, too_large
 from deliveries.services import publish_events
-from django.conf import settings
 
 
 class EventsView(APIView):

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,7 +11,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import close_old_connections
 from standardwebhooks import Webhook, WebhookVerificationError
 
-from endpoints.models import Endpoint
+from endpoints.models import Endpoint, EndpointSecret
 from endpoints.services import signing_keys
 from endpoints.signing import encode_key
 from webhookhub.ids import parse_typeid
@@ -30,9 +29,13 @@ class Command(BaseCommand):
         key.add_argument("--secret", action="append", help="whsec_... to verify with; may be given several times")
         key.add_argument("--endpoint", help="ep_... whose secrets in the database verify (default: by the port)")
         parser.add_argument("--status", type=int, default=200, help="answer with this status (default 200)")
-        parser.add_argument("--header", action="append", default=[], help="add this line to the answer: 'Retry-After: 30'")
+        parser.add_argument(
+            "--header", action="append", default=[], help="add this line to the answer: 'Retry-After: 30'"
+        )
         parser.add_argument("--wait", type=float, default=0, metavar="SECONDS", help="answer after this long")
-        parser.add_argument("--drip", type=float, metavar="SECONDS", help="send the answer's head a byte at a time, so far apart")
+        parser.add_argument(
+            "--drip", type=float, metavar="SECONDS", help="send the answer's head a byte at a time, so far apart"
+        )
         parser.add_argument("--hang", action="store_true", help="never answer")
         parser.add_argument("--close", action="store_true", help="close the connection without an answer")
         parser.add_argument("--quiet", action="store_true", help="print a count now and then, not the requests")
@@ -87,8 +90,8 @@ class Receiver(ThreadingHTTPServer):
             found = Endpoint.objects.filter(pk=parse_typeid(Endpoint.prefix, self.switches.endpoint))
         else:
             found = Endpoint.objects.filter(url__contains=f":{self.server_port}/")
-        keys = signing_keys(found.values_list("pk", flat=True))
-        return [encode_key(key) for each in keys.values() for key in each]
+        sealed = EndpointSecret.objects.valid().filter(endpoint__in=found).values_list("sealed", flat=True)
+        return [encode_key(key) for key in signing_keys([bytes(one) for one in sealed])]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -133,7 +136,7 @@ class Handler(BaseHTTPRequestHandler):
             for byte in head:
                 self.wfile.write(bytes([byte]))
                 time.sleep(self.server.switches.drip)
-        except (BrokenPipeError, ConnectionResetError, socket.timeout):
+        except (TimeoutError, BrokenPipeError, ConnectionResetError):
             self.close_connection = True
 
     def log_message(self, format: str, *args: Any) -> None:

@@ -1,0 +1,87 @@
+"""What tests share: tenants and endpoints, a receiver on loopback, a pump that runs until the queue is quiet."""
+
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from deliveries.models import Delivery
+from deliveries.pump import Pump
+from endpoints.models import ApiKey, Endpoint, Tenant
+from endpoints.services import SYSTEM, create_api_key, create_endpoint
+from tests.receiver import Receiver
+
+
+@pytest.fixture(autouse=True)
+def _only_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test of ours connects to, or looks up, anything but this machine."""
+    connect, look_up = socket.socket.connect, socket.getaddrinfo
+
+    def guarded_connect(self: socket.socket, address: object) -> None:
+        if isinstance(address, tuple):
+            assert address[0].startswith("127.") or address[0] in {"::1", "localhost"}, f"a test dials {address}"
+        connect(self, address)  # type: ignore[arg-type]
+
+    def guarded_look_up(host: object, *args: object, **kwargs: object) -> object:
+        assert host in {None, "", "localhost", "127.0.0.1", "::1", b"localhost", b"127.0.0.1"}, (
+            f"a test looks up {host!r}"
+        )
+        return look_up(host, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket.socket, "connect", guarded_connect)
+    monkeypatch.setattr(socket, "getaddrinfo", guarded_look_up)
+
+
+@pytest.fixture
+def receiver():
+    """A receiver on loopback that answers 200 unless told otherwise."""
+    with Receiver() as server:
+        yield server
+
+
+@pytest.fixture
+def tenant(db) -> Tenant:
+    """A tenant."""
+    return Tenant.objects.create(name="Acme")
+
+
+@pytest.fixture
+def api_key(tenant: Tenant) -> str:
+    """An API key of the tenant, as text."""
+    return create_api_key(key=ApiKey(tenant=tenant, name="program"), actor=SYSTEM)
+
+
+@pytest.fixture
+def make_endpoint(tenant: Tenant, receiver: Receiver) -> Callable[..., Endpoint]:
+    """Makes endpoints of the tenant, at the receiver unless a URL is given; `secret` holds the signing secret."""
+
+    def make(**fields: object) -> Endpoint:
+        endpoint = Endpoint(**{"tenant": tenant, "name": "orders", "url": receiver.url, **fields})
+        endpoint.secret = create_endpoint(endpoint=endpoint, actor=SYSTEM)
+        return endpoint
+
+    return make
+
+
+@pytest.fixture
+def endpoint(make_endpoint: Callable[..., Endpoint]) -> Endpoint:
+    """An endpoint of the tenant at the receiver, for all types."""
+    return make_endpoint()
+
+
+@pytest.fixture
+def pump(db) -> Callable[[], None]:
+    """Runs a pump until no delivery is due or in flight, for 20 seconds at most."""
+
+    def run(seconds: float = 20.0) -> None:
+        import time
+
+        end = time.monotonic() + seconds
+        one = Pump()
+
+        def is_quiet() -> bool:
+            return time.monotonic() > end or not Delivery.objects.in_hand().exists()
+
+        one.run(is_quiet)
+
+    return run
