@@ -195,12 +195,13 @@ class FastLane:
 
     def __init__(self) -> None:
         self._committer = Committer()
-        self._look_ups = ThreadPoolExecutor(2, thread_name_prefix="api-key")
+        self._look_ups = ThreadPoolExecutor(1, thread_name_prefix="api-key")  # one thread, one connection
         self._tenants: dict[str, tuple[float, uuid.UUID]] = {}  # Authorization -> (believed until, tenant)
 
     def close(self) -> None:
         """Commits what waits, and ends."""
         self._committer.close()
+        self._look_ups.submit(lambda: connection.close())  # that thread's connection, not this one's
         self._look_ups.shutdown()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

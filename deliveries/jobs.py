@@ -42,7 +42,7 @@ class PumpWorker(SimpleWorker):
     def handle_warm_shutdown_request(self) -> None:
         """Lets the pump that runs in this process come to its end."""
         PumpWorker.stopping = True
-        super().handle_warm_shutdown_request()
+        super().handle_warm_shutdown_request()  # type: ignore[no-untyped-call]
 
 
 def run_pump() -> None:
@@ -82,7 +82,7 @@ class Clock(DjangoCronScheduler):
         queue = django_rq.get_queue(settings.JOBS_QUEUE)
         queued = []
         for job in self.get_jobs():
-            if job.should_run() and not queue.count:
+            if job.func and job.should_run() and not queue.count:
                 queue.enqueue(job.func)
                 job.set_enqueue_time(now())
                 queued.append(job)
@@ -92,7 +92,7 @@ class Clock(DjangoCronScheduler):
         """Works until it is told to stop."""
         while True:
             try:
-                self.start()
+                self.start()  # type: ignore[no-untyped-call]
                 return
             except redis.RedisError as error:
                 logger.warning("Redis is away, periodic jobs wait: %s", error)

@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+from django.conf import settings
 from django.contrib.postgres.fields import ArrayField
 from django.core.exceptions import ValidationError
 from django.core.validators import RegexValidator
@@ -150,10 +151,8 @@ class Endpoint(Record):
 
     def clean(self) -> None:
         """Checks the URL by the address rule, as far as that goes without looking the name up."""
-        from endpoints.services import check_url
-
         try:
-            check_url(self.url)
+            settings.ADDRESS_RULE.check_url(self.url)
         except ValueError as error:
             raise ValidationError({"url": str(error)}) from error
         self.event_types = list(dict.fromkeys(self.event_types))

@@ -15,7 +15,6 @@ from django.db.models.functions import Now
 from django.http import HttpRequest
 
 from endpoints import encryption, signing
-from endpoints.addresses import Target
 from endpoints.models import ApiKey, AuditEvent, Endpoint, EndpointSecret, Record, Tenant
 from webhookhub.ids import parse_typeid
 
@@ -58,12 +57,6 @@ def record_audit(
         reason=reason,
         changes=changes or {},
     )
-
-
-def check_url(url: str) -> Target:
-    """Checks a destination by the address rule. Raises ValueError, naming the rule and the setting that opens it."""
-    target: Target = settings.ADDRESS_RULE.check_url(url)
-    return target
 
 
 # --- API keys

@@ -29,15 +29,16 @@ def encode_key(key: bytes) -> str:
 
 
 def parse_secret(secret: str) -> bytes:
-    """The key bytes of a `whsec_` secret. Raises SecretError, which never repeats the secret."""
+    """The key bytes of a secret: 24 to 64 bytes in base64, with `whsec_` before it or without.
+
+    Raises SecretError, which never repeats the secret.
+    """
     if secret.startswith("whpk_"):
         raise SecretError("not_a_signing_key", "a whpk_ value is a public key; a signing secret starts with whsec_")
-    if not secret.startswith(PREFIX):
-        raise SecretError("secret_not_base64", "a signing secret is whsec_ followed by 24 to 64 bytes in base64")
     try:
         key = base64.b64decode(secret.removeprefix(PREFIX), validate=True)
     except (binascii.Error, ValueError):
-        raise SecretError("secret_not_base64", "the part after whsec_ is not standard base64 with padding") from None
+        raise SecretError("secret_not_base64", "a signing secret is whsec_ and standard base64 with padding") from None
     if not key:
         raise SecretError("secret_empty", "the secret holds no bytes after whsec_")
     if len(key) < MIN_KEY_BYTES:

@@ -1,7 +1,7 @@
 """The one web entry: `POST /v1/events` goes to the fast lane, all else to Django's WSGI application in threads."""
 
 import os
-from typing import Any
+from typing import Any, cast
 
 import django
 from a2wsgi import WSGIMiddleware
@@ -14,7 +14,7 @@ from django.conf import settings  # noqa: E402
 from deliveries.intake import PATHS, FastLane, Receive, Scope, Send  # noqa: E402
 from webhookhub.wsgi import application as django_application  # noqa: E402
 
-_django: Any = WSGIMiddleware(django_application, workers=settings.WEB_THREADS)
+_django: Any = WSGIMiddleware(cast(Any, django_application), workers=settings.WEB_THREADS)
 _fast_lane: FastLane | None = None
 
 

@@ -1,9 +1,13 @@
 """Identifiers: UUIDv7 keys, shown to people as TypeIDs (`evt_01kb9...`). Pure."""
 
+import re
 import uuid
 
 from typeid.codecs import base32
 from uuid_utils import compat
+
+# 26 characters of Crockford base32 in lower case; more than 7 in the first would not fit into 128 bits.
+_SUFFIX = re.compile("[0-7][0-9a-hjkmnp-tv-z]{25}")
 
 
 def uuid7() -> uuid.UUID:
@@ -22,12 +26,9 @@ def parse_typeid(prefix: str, text: str) -> uuid.UUID:
     Raises ValueError, naming the text and the form expected, for anything else.
     """
     head, _, suffix = text.rpartition("_")
-    try:
-        if head != prefix:
-            raise ValueError
-        return uuid.UUID(bytes=bytes(base32.decode(suffix)))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{text!r} is not an id of the form {prefix}_ and 26 characters") from error
+    if head != prefix or not _SUFFIX.fullmatch(suffix):
+        raise ValueError(f"{text!r} is not an id of the form {prefix}_ and 26 characters")
+    return uuid.UUID(bytes=bytes(base32.decode(suffix)))
 
 
 def created_ms(key: uuid.UUID) -> int:
