@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-VAR = ROOT / "var" / "bench"
 
 # A worker each for the two cores, no buffering of the log while it is read, connections kept for ever.
 NGINX = """
@@ -41,11 +40,11 @@ http {{
 
 
 @contextlib.contextmanager
-def hub() -> Iterator[None]:
-    """Django on embedded servers of the benchmarks' own, with empty databases."""
-    shutil.rmtree(VAR, ignore_errors=True)
+def hub(folder: str = "bench") -> Iterator[None]:
+    """Django on embedded servers of its own, with empty databases, in a folder of `var/`."""
+    shutil.rmtree(ROOT / "var" / folder, ignore_errors=True)
     os.environ.update(
-        WEBHOOKHUB_VAR=str(VAR),
+        WEBHOOKHUB_VAR=str(ROOT / "var" / folder),
         DJANGO_SETTINGS_MODULE="webhookhub.settings",
         ALLOWED_NETWORKS="127.0.0.0/8",
         ALLOW_HTTP="1",
@@ -91,7 +90,7 @@ def witness() -> Iterator[Witness]:
     """An nginx of our own."""
     if not (nginx := shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")):
         sys.exit("nginx is not installed: apt-get install nginx-light (script/bench does it as root)")
-    folder = VAR / "nginx"
+    folder = ROOT / "var" / "bench" / "nginx"
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     configuration = folder / "nginx.conf"

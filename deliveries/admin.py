@@ -1,9 +1,11 @@
 """Screens for events, deliveries, attempts and replays, and the buttons of an endpoint that concern deliveries."""
 
+from datetime import datetime
 from typing import Any
 
 from django import forms
 from django.contrib import admin
+from django.core.exceptions import ValidationError
 from django.http import HttpRequest, HttpResponse
 from django.urls import reverse
 from django.utils.html import format_html, format_html_join
@@ -21,7 +23,22 @@ from deliveries.services import (
 from endpoints import admin as endpoints_admin
 from endpoints.models import Endpoint
 from endpoints.services import Actor
-from webhookhub.admin import HubModelAdmin, ObjectAction, ReadOnlyAdmin, Refused, RequiredReasonForm, pretty_bytes
+from webhookhub.admin import (
+    HubModelAdmin,
+    ObjectAction,
+    ReadOnlyAdmin,
+    Refused,
+    RequiredReasonForm,
+    pre,
+    pretty_bytes,
+    pretty_json,
+    visible,
+)
+
+# A page lists so many deliveries of an event, and replays of a delivery.
+MOST = 100
+# The fastest a replay job may be: each step of it is one transaction.
+MOST_A_SECOND = 1000
 
 
 def link(obj: Any, text: str = "") -> SafeString:
@@ -31,23 +48,29 @@ def link(obj: Any, text: str = "") -> SafeString:
     return format_html('<a href="{}">{}</a>', url, text or obj.typeid)
 
 
+def found_by(obj: Any) -> SafeString:
+    """A link to the deliveries that the search finds by an object's id."""
+    return format_html('<a href="{}?q={}">Show them</a>', reverse("admin:deliveries_delivery_changelist"), obj.typeid)
+
+
 @admin.register(Event)
 class EventAdmin(ReadOnlyAdmin):
     """Events as they were posted, with where they went."""
 
-    list_display = ["accepted_at", "type", "typeid", "tenant", "caller_key"]
+    list_display = ["accepted_at", "event_type", "tenant", "caller_key", "typeid"]
     list_display_links = ["accepted_at", "typeid"]
     list_select_related = ["tenant"]
     search_fields = ["id"]
     search_ids = {"evt": "id", "ten": "tenant_id"}
+    search_help_text = "A whole id: evt_… or ten_…"
     fields = [
         "typeid",
         "tenant",
-        "type",
+        "event_type",
         "accepted_at",
         "caller_key",
         "key",
-        "metadata",
+        "about",
         "content_type",
         "sent_to",
         "body",
@@ -67,6 +90,16 @@ class EventAdmin(ReadOnlyAdmin):
         """As above."""
         return self.get_readonly_fields(request, obj)
 
+    @admin.display(description="type", ordering="type")
+    def event_type(self, event: Event) -> str:
+        """The type; whoever posts chooses it."""
+        return visible(event.type)
+
+    @admin.display(description="metadata")
+    def about(self, event: Event) -> SafeString:
+        """What the caller said about it."""
+        return pretty_json(event.metadata)
+
     @admin.display(description="payload")
     def body(self, event: Event) -> SafeString:
         """The payload, escaped."""
@@ -75,11 +108,9 @@ class EventAdmin(ReadOnlyAdmin):
     @admin.display(description="deliveries")
     def sent_to(self, event: Event) -> SafeString | str:
         """A line for each delivery."""
-        deliveries = event.deliveries.select_related("endpoint").order_by("id")
-        rows = ((link(one), one.endpoint, one.get_state_display()) for one in deliveries)
-        return (
-            format_html_join("", "<p>{} to {}: {}</p>", rows) or "No endpoint asked for this type when it was posted."
-        )
+        deliveries = event.deliveries.select_related("endpoint").order_by("-id")[:MOST]
+        rows = ((one.get_state_display(), link(one.endpoint, one.endpoint.name), link(one)) for one in deliveries)
+        return format_html_join("", "<p>{}: {} {}</p>", rows) or "No endpoint asked for this type when it was posted."
 
 
 class AttemptInline(admin.StackedInline[Attempt, Delivery]):
@@ -91,7 +122,7 @@ class AttemptInline(admin.StackedInline[Attempt, Delivery]):
     ordering = ["-number"]
     fields = [
         "number",
-        "started_at",
+        "started",
         "result",
         "duration",
         "url",
@@ -110,10 +141,15 @@ class AttemptInline(admin.StackedInline[Attempt, Delivery]):
         """What a receiver answered is for those who may see payloads."""
         return [name for name in self.fields if name != "body" or request.user.has_perm("deliveries.view_payload")]  # type: ignore[union-attr]
 
+    @admin.display(description="started at")
+    def started(self, attempt: Attempt) -> str:
+        """To the millisecond: to be compared with logs."""
+        return attempt.started_at.isoformat(" ", "milliseconds")
+
     @admin.display(description="result")
     def result(self, attempt: Attempt) -> str:
         """Status or error, in one line."""
-        return " · ".join(str(part) for part in (attempt.status, attempt.error, attempt.detail) if part)
+        return visible(" · ".join(str(part) for part in (attempt.status, attempt.error, attempt.detail) if part))
 
     @admin.display(description="duration")
     def duration(self, attempt: Attempt) -> str:
@@ -127,23 +163,23 @@ class AttemptInline(admin.StackedInline[Attempt, Delivery]):
             "wait": attempt.wait_us,
         }
         parts = ", ".join(f"{name} {us / 1000:.1f}" for name, us in phases.items() if us is not None)
-        return f"{attempt.total_us / 1000:.1f} ms ({parts})"
+        return f"{attempt.total_us / 1000:.1f} ms" + (f" ({parts})" if parts else "")
 
     @admin.display(description="request headers")
     def request(self, attempt: Attempt) -> SafeString:
         """The lines that were sent."""
-        return format_html("<pre>{}</pre>", "\n".join(attempt.request_headers))
+        return pre("\n".join(attempt.request_headers))
 
     @admin.display(description="response headers")
     def response(self, attempt: Attempt) -> SafeString:
         """The lines that came back."""
-        return format_html("<pre>{}</pre>", "\n".join(attempt.response_headers))
+        return pre("\n".join(attempt.response_headers))
 
     @admin.display(description="response body")
     def body(self, attempt: Attempt) -> SafeString:
         """As much as was kept, escaped."""
-        note = "\n(the rest was not kept)" if attempt.response_truncated else ""
-        return format_html("{}{}", pretty_bytes(attempt.response_body), note)
+        note = "(the rest was not kept)" if attempt.response_truncated else ""
+        return format_html("{}<p>{}</p>", pretty_bytes(attempt.response_body), note)
 
 
 def replay(request: HttpRequest, delivery: Delivery, answers: dict[str, Any]) -> str | HttpResponse:
@@ -155,19 +191,32 @@ def replay(request: HttpRequest, delivery: Delivery, answers: dict[str, Any]) ->
     return format_html("Queued as {}.", link(new))
 
 
+def ask_replay(delivery: Delivery) -> str:
+    """What to think of before it is sent again."""
+    delivered = delivery.state == Delivery.State.DELIVERED
+    twice = "It was delivered: the receiver may process it twice. " if delivered else ""
+    return f"Send {delivery} again? {twice}The receiver gets the same event and webhook-id, with a fresh signature."
+
+
+def why_not_replay(delivery: Delivery) -> str:
+    """A delivery under way would reach the receiver twice."""
+    under_way = delivery.state in (Delivery.State.PENDING, Delivery.State.SENDING)
+    return "It is still under way; wait until it has ended." if under_way else ""
+
+
 @admin.register(Delivery)
 class DeliveryAdmin(ReadOnlyAdmin):
     """Deliveries, with their attempts."""
 
     list_display = [
         "created_at",
-        "state",
+        "shown_state",
         "event_type",
         "endpoint",
         "tenant",
         "result",
-        "attempts_made",
-        "due_at",
+        "tries",
+        "next_try",
         "typeid",
     ]
     list_display_links = ["created_at", "typeid"]
@@ -175,16 +224,17 @@ class DeliveryAdmin(ReadOnlyAdmin):
     list_filter = ["state", "trigger"]
     search_fields = ["id"]
     search_ids = {"dlv": "id", "evt": "event_id", "ep": "endpoint_id", "rpl": "replay_job_id"}
+    search_help_text = "A whole id: dlv_…, evt_…, ep_… or rpl_…"
     fields = [
         "typeid",
-        "state",
+        "shown_state",
         "event_link",
         "endpoint_link",
         "trigger",
         "replay_of_link",
         "created_at",
-        "due_at",
-        "attempts_made",
+        "next_try",
+        "tries",
         "result",
         "finished_at",
     ]
@@ -196,8 +246,9 @@ class DeliveryAdmin(ReadOnlyAdmin):
             "replay",
             "Replay…",
             "deliveries.replay_delivery",
-            "Send {object} again? The receiver gets the same event with the same webhook-id, and a fresh signature.",
+            ask_replay,
             replay,
+            why_not=why_not_replay,
         )
     ]
 
@@ -208,7 +259,23 @@ class DeliveryAdmin(ReadOnlyAdmin):
     @admin.display(description="event type")
     def event_type(self, delivery: Delivery) -> str:
         """The event's type."""
-        return delivery.event.type
+        return visible(delivery.event.type)
+
+    @admin.display(description="state", ordering="state")
+    def shown_state(self, delivery: Delivery) -> str:
+        """The state; what has failed and is tried again is not just pending."""
+        retrying = delivery.state == Delivery.State.PENDING and delivery.attempts_made
+        return "Retrying" if retrying else delivery.get_state_display()
+
+    @admin.display(description="tries", ordering="attempts_made")
+    def tries(self, delivery: Delivery) -> int:
+        """How often it was sent."""
+        return delivery.attempts_made
+
+    @admin.display(description="next try", ordering="due_at", empty_value="–")
+    def next_try(self, delivery: Delivery) -> datetime | None:
+        """When it is sent next, where that is known."""
+        return delivery.due_at if delivery.state == Delivery.State.PENDING else None
 
     @admin.display(description="tenant")
     def tenant(self, delivery: Delivery) -> str:
@@ -223,7 +290,7 @@ class DeliveryAdmin(ReadOnlyAdmin):
     @admin.display(description="event")
     def event_link(self, delivery: Delivery) -> SafeString:
         """The event, by type and id."""
-        return format_html("{} {}", delivery.event.type, link(delivery.event))
+        return format_html("{} {}", visible(delivery.event.type), link(delivery.event))
 
     @admin.display(description="endpoint")
     def endpoint_link(self, delivery: Delivery) -> SafeString:
@@ -234,7 +301,7 @@ class DeliveryAdmin(ReadOnlyAdmin):
     def replay_of_link(self, delivery: Delivery) -> SafeString | str:
         """What it replays, and what replays it."""
         before = link(delivery.replay_of) if delivery.replay_of else "–"
-        after = format_html_join(", ", "{}", ((link(one),) for one in delivery.replays.order_by("id")))
+        after = format_html_join(", ", "{}", ((link(one),) for one in delivery.replays.order_by("-id")[:MOST]))
         return format_html("{}; replayed by {}", before, after) if after else before
 
 
@@ -261,31 +328,74 @@ class ReplayJobForm(forms.ModelForm[ReplayJob]):
         model = ReplayJob
         fields = ["endpoint", "states", "created_after", "created_before", "rate", "reason"]
 
+    def clean_rate(self) -> int:
+        """A job that queues nothing would never end."""
+        if not 1 <= self.cleaned_data["rate"] <= MOST_A_SECOND:
+            raise ValidationError(f"Give a rate between 1 and {MOST_A_SECOND} deliveries a second.")
+        return int(self.cleaned_data["rate"])
+
+    def clean(self) -> None:
+        """A window that ends before it begins holds nothing."""
+        after, before = self.cleaned_data.get("created_after"), self.cleaned_data.get("created_before")
+        if after and before and after >= before:
+            raise ValidationError({"created_before": "This must be later than the time above."})
+
 
 @admin.register(ReplayJob)
 class ReplayJobAdmin(HubModelAdmin):
     """Replays in bulk. One is made, watched and cancelled; nothing of it is edited."""
 
     form = ReplayJobForm
-    list_display = ["created_at", "endpoint", "state", "queued", "matched", "requested_by", "reason", "typeid"]
-    list_select_related = ["endpoint"]
+    list_display = [
+        "created_at",
+        "endpoint",
+        "tenant",
+        "state",
+        "queued",
+        "matched",
+        "requested_by",
+        "reason",
+        "typeid",
+    ]
+    list_display_links = ["created_at", "typeid"]
+    list_select_related = ["endpoint__tenant"]
     list_filter = ["state"]
     search_fields = ["id"]
     search_ids = {"rpl": "id", "ep": "endpoint_id"}
     autocomplete_fields = ["endpoint"]
-    fields = ["endpoint", "states", "created_after", "created_before", "rate", "reason"]
-    progress = ["typeid", "state", "matched", "queued", "requested_by", "created_at", "finished_at"]
-    readonly_fields = progress
+    search_help_text = "A whole id: rpl_… or ep_…"
+    readonly_fields = [
+        "typeid",
+        "state",
+        "matched",
+        "queued",
+        "deliveries",
+        "requested_by",
+        "created_at",
+        "finished_at",
+    ]
+    fields = [*readonly_fields, *ReplayJobForm.Meta.fields]
     ordering = ["-id"]
     object_actions = [
         ObjectAction(
-            "cancel", "Cancel…", "deliveries.add_replayjob", "Cancel what {object} has not queued yet?", cancel
+            "cancel",
+            "Cancel…",
+            "deliveries.add_replayjob",
+            lambda job: f"Cancel {job}? {job.queued} of {job.matched} deliveries are queued and will be sent.",
+            cancel,
+            why_not=lambda job: f"It has ended ({job.get_state_display().lower()})." if job.finished_at else "",
         )
     ]
 
-    def get_fields(self, request: HttpRequest, obj: ReplayJob | None = None) -> list[str]:
-        """A job that exists shows how far it is."""
-        return [*(self.progress if obj else []), *self.fields]
+    @admin.display(description="tenant")
+    def tenant(self, job: ReplayJob) -> str:
+        """The endpoint's tenant."""
+        return str(job.endpoint.tenant)
+
+    @admin.display(description="deliveries")
+    def deliveries(self, job: ReplayJob) -> SafeString:
+        """Those it made."""
+        return found_by(job)
 
     def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         """No."""
@@ -320,21 +430,30 @@ def resume(request: HttpRequest, endpoint: Endpoint, answers: dict[str, Any]) ->
 class EndpointAdmin(endpoints_admin.EndpointAdmin):
     """Endpoints, with the buttons that concern their deliveries."""
 
+    fields = [*endpoints_admin.EndpointAdmin.fields, "deliveries"]
+    readonly_fields = [*endpoints_admin.EndpointAdmin.readonly_fields, "deliveries"]
     object_actions = [
         ObjectAction(
             "pause",
             "Pause…",
             "endpoints.pause_endpoint",
-            "Pause “{object}”? New events are kept on hold, and what waits for it too; nothing is lost.",
+            lambda endpoint: f"Pause “{endpoint}”? New events are kept on hold, and what waits for it too.",
             pause,
             RequiredReasonForm,
+            lambda endpoint: "It is paused." if endpoint.status == Endpoint.Status.PAUSED else "",
         ),
         ObjectAction(
             "resume",
             "Resume…",
             "endpoints.pause_endpoint",
-            "Resume “{object}”? What is on hold for it is sent now.",
+            lambda endpoint: f"Resume “{endpoint}”? What is on hold for it is sent now.",
             resume,
+            why_not=lambda endpoint: "It is active." if endpoint.status == Endpoint.Status.ACTIVE else "",
         ),
         *endpoints_admin.EndpointAdmin.object_actions,
     ]
+
+    @admin.display(description="deliveries")
+    def deliveries(self, endpoint: Endpoint) -> SafeString:
+        """Those to it."""
+        return found_by(endpoint)

@@ -160,11 +160,12 @@ class Committer:
     def _work(self) -> None:
         ended = False
         while not ended:
-            group = [self._waiting.get()]
-            while len(group) < settings.INTAKE_GROUP and not self._waiting.empty():
-                group.append(self._waiting.get())
-            ended = None in group
-            self._commit([waiting for waiting in group if waiting is not None])
+            taken = [self._waiting.get()]
+            while len(taken) < settings.INTAKE_GROUP and not self._waiting.empty():
+                taken.append(self._waiting.get())
+            ended = None in taken
+            if group := [waiting for waiting in taken if waiting is not None]:
+                self._commit(group)
         connection.close()
 
     def _commit(self, group: list[tuple[NewEvent, "asyncio.Future[Answer]"]]) -> None:

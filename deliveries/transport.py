@@ -6,6 +6,7 @@ and every address is checked when it is dialled.
 """
 
 import errno
+import re
 import select
 import socket
 import time
@@ -36,6 +37,10 @@ _ERRORS = {
     100: "headers_too_large",  # CURLE_TOO_LARGE, which pycurl has no name for
     pycurl.E_OUT_OF_MEMORY: "local_resource_exhausted",
 }
+# What libcurl ends with over a header line it cannot use, such as a Content-Length that is no number.
+_BAD_HEADER = frozenset({8, pycurl.E_BAD_CONTENT_ENCODING})  # 8: CURLE_WEIRD_SERVER_REPLY, nameless in pycurl
+_STATUS_LINE = re.compile(r"HTTP/[0-9.]+ [0-9]{3}(?![0-9])")  # libcurl reads 2000 as 200
+_HUGE_HEAD = 200_000  # bytes; libcurl says RECV_ERROR when a head passes its limit (300 KB)
 _OS_ERRORS = {errno.ECONNREFUSED: "connect_refused", errno.ENETUNREACH: "network_unreachable"}
 
 
@@ -99,6 +104,8 @@ class _Handle:
     sockets: list[socket.socket] = field(default_factory=list)
 
     def start(self, request: Request) -> None:
+        if any("\n" in line or "\r" in line for line in request.headers):
+            raise ValueError("a header holds a line end")  # libcurl would send it as it is
         self.request = request
         self.blocked = ""
         self.head.clear()
@@ -122,8 +129,10 @@ class _Handle:
         try:
             self.rule.check_address(address.addr[0], host=self.request.host)
         except Blocked as blocked:
-            self.blocked = str(blocked)
+            if not self.sockets:
+                self.blocked = str(blocked)
             return pycurl.SOCKET_BAD
+        self.blocked = ""  # of a name's addresses, the one that is dialled decides how the request ends
         opened = socket.socket(address.family, address.socktype, address.protocol)
         self.sockets.append(opened)  # libcurl works on a duplicate
         return opened
@@ -169,13 +178,13 @@ class Transport:
     def send(self, request: Request) -> None:
         """Starts a request. Its outcome comes from a later `wait`."""
         handle = self._idle.pop() if self._idle else self._new_handle()
-        self.in_flight += 1
         try:
             handle.start(request)
         except (pycurl.error, ValueError) as error:
-            self._ended.append(self._outcome(handle, pycurl.E_URL_MALFORMAT, f"the request cannot be built: {error}"))
-            self._release(handle)
+            self._ended.append(_not_built(request, error))
+            self._idle.append(handle)
             return
+        self.in_flight += 1
         self._multi.add_handle(handle.curl)
 
     def wait(self, timeout: float) -> list[Outcome]:
@@ -230,18 +239,19 @@ class Transport:
     def _outcome(self, handle: _Handle, code: int, message: str) -> Outcome:
         getinfo = handle.curl.getinfo
         times = [getinfo(info) for info in _TIMES]
-        headers, complete = _parse_head(handle.head)
+        status_line, headers, complete = _parse_head(handle.head)
         status = getinfo(pycurl.RESPONSE_CODE) or None
         error, detail = "", message
         if code != pycurl.E_OK:
-            if complete and code != pycurl.E_OPERATION_TIMEDOUT:
-                # The receiver has answered: what is wrong with the body changes nothing about that.
+            final = status is not None and status >= 200
+            if final and (complete and code != pycurl.E_OPERATION_TIMEDOUT or code in _BAD_HEADER):
+                # The receiver has answered: what is wrong with the rest of its response changes nothing about that.
                 detail = "" if handle.received > handle.request.read_bytes else f"response body unreadable: {message}"
             else:
                 error, status = self._error(handle, code, times), None
                 detail = handle.blocked or message
-        if status is not None and not 100 <= status <= 599:
-            error, detail, status = "malformed_response", f"status {status} is outside 100 to 599", None
+        if status is not None and not (100 <= status <= 599 and _STATUS_LINE.match(status_line)):
+            error, detail, status = "malformed_response", f"{status_line[:100]!r} is no status from 100 to 599", None
         return Outcome(
             request=handle.request,
             started_at=handle.started_at,
@@ -263,6 +273,8 @@ class Transport:
             return "total_timeout" if connect else "connect_timeout" if lookup else "dns_timeout"
         if code == pycurl.E_COULDNT_CONNECT:
             return _OS_ERRORS.get(handle.curl.getinfo(pycurl.OS_ERRNO), "connect_failed")
+        if code == pycurl.E_RECV_ERROR and sum(map(len, handle.head)) > _HUGE_HEAD:
+            return "headers_too_large"
         return _ERRORS.get(code, "malformed_response")
 
     def _new_handle(self) -> _Handle:
@@ -331,9 +343,28 @@ def _timings(times: list[int]) -> Timings:
     )
 
 
-def _parse_head(lines: list[bytes]) -> tuple[list[str], bool]:
-    """The header lines of the last response (interim 1xx ones may come before it), and whether its head is complete."""
+def _parse_head(lines: list[bytes]) -> tuple[str, list[str], bool]:
+    """The status line and the header lines of the last response, and whether its head is complete.
+
+    Interim responses (1xx) may come before it, and the trailers of a chunked body after it.
+    """
     text = b"".join(lines).decode("latin-1").replace("\r\n", "\n").replace("\0", "\ufffd")
-    complete = text.endswith("\n\n")
-    last = text.split("\n\n")[-2 if complete else -1]
-    return [line[:HEADER_CHARS] for line in last.split("\n")[1 : HEADER_LINES + 1]], complete
+    blocks = text.split("\n\n")
+    last = max((number for number, block in enumerate(blocks) if block.startswith("HTTP/")), default=0)
+    status_line, *headers = blocks[last].rstrip("\n").split("\n")
+    return status_line, [line[:HEADER_CHARS] for line in headers[:HEADER_LINES]], last < len(blocks) - 1
+
+
+def _not_built(request: Request, error: Exception) -> Outcome:
+    return Outcome(
+        request=request,
+        started_at=datetime.now(UTC),
+        status=None,
+        error="invalid_url",
+        detail=f"the request cannot be built: {error}"[:300],
+        address=None,
+        timings=Timings(None, None, None, None, 0),
+        headers=[],
+        body=b"",
+        truncated=False,
+    )

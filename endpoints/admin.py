@@ -1,20 +1,52 @@
 """Screens for tenants, keys, endpoints, event types and the audit."""
 
+import re
 from datetime import timedelta
 from typing import Any
 
 from django import forms
 from django.contrib import admin
+from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.urls import reverse
+from django.utils.safestring import SafeString
 
 from endpoints.models import ApiKey, AuditEvent, Endpoint, EventType, Tenant
 from endpoints.services import Actor, create_api_key, create_endpoint, record_audit, revoke_api_key, rotate_secret
-from webhookhub.admin import HubModelAdmin, ObjectAction, ReadOnlyAdmin, ReasonForm, Refused, show_once
+from webhookhub.admin import HubModelAdmin, ObjectAction, ReadOnlyAdmin, ReasonForm, Refused, pretty_json, show_once
+
+
+class AuditedAdmin(HubModelAdmin):
+    """What is done to these goes into the audit, and a change writes only what it changed."""
+
+    def save_model(self, request: HttpRequest, obj: Any, form: Any, change: bool) -> None:
+        """Saves, and adds to the audit."""
+        changes = {name: [_plain(form.initial.get(name)), _plain(getattr(obj, name))] for name in form.changed_data}
+        if not change:
+            obj.save(force_insert=True)
+            self._record(request, "create", obj)
+        elif changes:
+            obj.save(update_fields=form.changed_data)
+            self._record(request, "change", obj, changes)
+
+    def delete_model(self, request: HttpRequest, obj: Any) -> None:
+        """Adds to the audit, and deletes."""
+        self._record(request, "delete", obj)
+        obj.delete()
+
+    def _record(self, request: HttpRequest, verb: str, obj: Any, changes: dict[str, Any] | None = None) -> None:
+        action = f"{self.opts.verbose_name.lower().replace(' ', '_')}.{verb}"
+        tenant = None if isinstance(obj, Tenant) else obj.tenant
+        record_audit(actor=Actor.of_request(request), action=action, of=obj, tenant=tenant, changes=changes)
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON can hold it."""
+    return value if isinstance(value, str | list | None) else str(value)
 
 
 @admin.register(Tenant)
-class TenantAdmin(HubModelAdmin):
+class TenantAdmin(AuditedAdmin):
     """Tenants."""
 
     list_display = ["name", "typeid", "created_at"]
@@ -32,7 +64,7 @@ def revoke(request: HttpRequest, key: ApiKey, answers: dict[str, Any]) -> str:
 
 
 @admin.register(ApiKey)
-class ApiKeyAdmin(HubModelAdmin):
+class ApiKeyAdmin(AuditedAdmin):
     """API keys. The key's text is shown once, in the answer to its creation."""
 
     list_display = ["name", "tenant", "typeid", "created_at", "expires_at", "revoked_at"]
@@ -41,19 +73,17 @@ class ApiKeyAdmin(HubModelAdmin):
     search_ids = {"whk": "id", "ten": "tenant_id"}
     autocomplete_fields = ["tenant"]
     readonly_fields = ["typeid", "created_at", "revoked_at"]
+    fixed_fields = ["tenant"]
     object_actions = [
         ObjectAction(
             "revoke",
             "Revoke…",
             "endpoints.change_apikey",
-            "Revoke the key “{object}”? Programs that use it are refused at once, and it cannot be undone.",
+            lambda key: f"Revoke the key “{key}”? Programs that use it are refused at once, and it cannot be undone.",
             revoke,
+            why_not=lambda key: "The key has been revoked." if key.revoked_at else "",
         )
     ]
-
-    def get_readonly_fields(self, request: HttpRequest, obj: ApiKey | None = None) -> list[str]:
-        """A key never moves to another tenant."""
-        return [*self.readonly_fields, *(["tenant"] if obj else [])]
 
     def save_model(self, request: HttpRequest, obj: ApiKey, form: Any, change: bool) -> None:
         """Makes a new key by the service, and keeps its text for the answer."""
@@ -74,7 +104,7 @@ class ApiKeyAdmin(HubModelAdmin):
 
 
 @admin.register(EventType)
-class EventTypeAdmin(HubModelAdmin):
+class EventTypeAdmin(AuditedAdmin):
     """A tenant's catalogue of event types."""
 
     list_display = ["name", "tenant", "description", "created_at"]
@@ -83,6 +113,7 @@ class EventTypeAdmin(HubModelAdmin):
     search_ids = {"ten": "tenant_id"}
     autocomplete_fields = ["tenant"]
     readonly_fields = ["created_at"]
+    fixed_fields = ["tenant"]
 
 
 class RotateForm(ReasonForm):
@@ -118,16 +149,16 @@ def show_secret(request: HttpRequest, endpoint: Endpoint, secret: str) -> HttpRe
     )
 
 
-class EndpointAdmin(HubModelAdmin):
+class EndpointAdmin(AuditedAdmin):
     """Endpoints. A signing secret is shown once, in the answer to its making.
 
     `deliveries.admin` adds what concerns deliveries (pause, resume), and registers it.
     """
 
     list_display = ["name", "tenant", "status", "contract", "url", "created_at"]
-    list_select_related = ["tenant"]
     list_filter = ["status", "contract"]
-    search_fields = ["name"]
+    search_fields = ["name", "tenant__name"]
+    search_help_text = "Name, tenant, ep_… or ten_…"
     search_ids = {"ep": "id", "ten": "tenant_id"}
     autocomplete_fields = ["tenant"]
     fields = [
@@ -143,34 +174,58 @@ class EndpointAdmin(HubModelAdmin):
         "created_at",
     ]
     readonly_fields = ["typeid", "status", "status_reason", "status_at", "created_at"]
+    fixed_fields = ["tenant"]
     object_actions = [
         ObjectAction(
             "rotate",
             "Rotate secret…",
             "endpoints.rotate_secret",
-            "Create a new signing secret for “{object}”? It is shown once.",
+            lambda endpoint: f"Create a new signing secret for “{endpoint}”? It is shown once.",
             rotate,
             RotateForm,
         )
     ]
 
-    def get_readonly_fields(self, request: HttpRequest, obj: Endpoint | None = None) -> list[str]:
-        """An endpoint never moves to another tenant."""
-        return [*self.readonly_fields, *(["tenant"] if obj else [])]
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Endpoint]:
+        """An endpoint is named with its tenant."""
+        return super().get_queryset(request).select_related("tenant")
+
+    def choice_label(self, obj: Endpoint) -> str:
+        """Name and tenant."""
+        return f"{obj.name} of {obj.tenant}"
 
     def save_model(self, request: HttpRequest, obj: Endpoint, form: Any, change: bool) -> None:
-        """Makes a new endpoint by the service, and keeps its secret for the answer; a change goes into the audit."""
-        actor = Actor.of_request(request)
-        if not change:
-            request.shown_once = create_endpoint(endpoint=obj, actor=actor)  # type: ignore[attr-defined]
-        elif form.changed_data:
-            obj.save(update_fields=form.changed_data)
-            changes = {name: [form.initial.get(name), form.cleaned_data[name]] for name in form.changed_data}
-            record_audit(actor=actor, action="endpoint.change", of=obj, tenant=obj.tenant, changes=changes)
+        """Makes a new endpoint by the service, and keeps its secret for the answer."""
+        if change:
+            super().save_model(request, obj, form, change)
+        else:
+            request.shown_once = create_endpoint(endpoint=obj, actor=Actor.of_request(request))  # type: ignore[attr-defined]
 
     def response_add(self, request: HttpRequest, obj: Endpoint, post_url_continue: str | None = None) -> HttpResponse:
         """Shows the signing secret."""
         return show_secret(request, obj, request.shown_once)  # type: ignore[attr-defined]
+
+
+class ActionFilter(admin.SimpleListFilter):
+    """What was acted on. Fixed: asking the table which actions it holds would read all of it for each page."""
+
+    title = "action on"
+    parameter_name = "on"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        """The first words of actions."""
+        return [
+            ("endpoint", "Endpoints"),
+            ("delivery", "Deliveries"),
+            ("replay_job", "Replay jobs"),
+            ("api_key", "API keys"),
+            ("tenant", "Tenants"),
+            ("event_type", "Event types"),
+        ]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[AuditEvent]) -> QuerySet[AuditEvent]:
+        """Actions by their first word."""
+        return queryset.filter(action__startswith=f"{self.value()}.") if self.value() else queryset
 
 
 @admin.register(AuditEvent)
@@ -179,6 +234,33 @@ class AuditEventAdmin(ReadOnlyAdmin):
 
     list_display = ["created_at", "actor", "address", "action", "object_name", "tenant", "reason"]
     list_select_related = ["tenant"]
-    list_filter = ["action", "actor_kind"]
-    search_fields = ["object_id", "actor"]
+    list_filter = [ActionFilter, "actor_kind"]
+    search_fields = ["actor", "object_name"]
+    search_help_text = "Actor, name, or id of what it was done to"
+    fields = [
+        "created_at",
+        "actor_kind",
+        "actor",
+        "address",
+        "action",
+        "tenant",
+        "object_name",
+        "object_id",
+        "reason",
+        "changed",
+    ]
+    readonly_fields = fields
     ordering = ["-id"]
+
+    def get_search_results(
+        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
+    ) -> tuple[QuerySet[Any], bool]:
+        """An id finds what was done to its object, by equality."""
+        if re.fullmatch(r"[a-z]+_[0-9a-z]{26}", search_term.strip()):
+            return queryset.filter(object_id=search_term.strip()), False
+        return super().get_search_results(request, queryset, search_term)
+
+    @admin.display(description="changes")
+    def changed(self, event: AuditEvent) -> SafeString:
+        """Before and after."""
+        return pretty_json(event.changes)

@@ -1,21 +1,26 @@
-"""The admin site, and what its screens share: ids as people see them, bounded counts, buttons that ask before they act."""
+"""The admin site, and what its screens share: ids as people see them, bounded counts, buttons that ask first."""
 
-import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, update_wrapper
+from itertools import accumulate
 from typing import Any, ClassVar
 
+import msgspec
 from django import forms
 from django.contrib import admin, messages
-from django.core.exceptions import PermissionDenied
+from django.contrib.admin.options import IncorrectLookupParameters
+from django.contrib.admin.views.autocomplete import AutocompleteJsonView
+from django.core.exceptions import BadRequest, PermissionDenied
 from django.core.paginator import Paginator
-from django.db.models import Model, QuerySet
-from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.db.models import PROTECT, Model, QuerySet
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
+from django.utils.text import capfirst
 from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_POST
 
@@ -28,7 +33,30 @@ class HubAdminSite(admin.AdminSite):
     site_header = "WebhookHub"
     site_title = "WebhookHub"
     index_title = "Webhooks"
-    enable_nav_sidebar = True
+    site_url = None  # there is no other site to view
+
+    def admin_view(self, view: Callable[..., HttpResponse], cacheable: bool = False) -> Callable[..., HttpResponse]:
+        """Refuses NUL in a query string: PostgreSQL holds none in a text, and would fail on the comparison."""
+
+        def guarded(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+            if any("\0" in value for values in request.GET.lists() for value in [values[0], *values[1]]):
+                raise BadRequest("NUL in the query string")
+            return view(request, *args, **kwargs)
+
+        return super().admin_view(update_wrapper(guarded, view), cacheable)
+
+    def autocomplete_view(self, request: HttpRequest) -> HttpResponse:
+        """What the choice fields search."""
+        return Choices.as_view(admin_site=self)(request)
+
+
+class Choices(AutocompleteJsonView):
+    """Choices labelled as their own admin says: two tenants may have endpoints of one name."""
+
+    def serialize_result(self, obj: Any, to_field_name: str) -> dict[str, str]:
+        """Id and label."""
+        label = getattr(self.model_admin, "choice_label", str)
+        return {**super().serialize_result(obj, to_field_name), "text": label(obj)}
 
 
 class BoundedPaginator(Paginator[Any]):
@@ -40,6 +68,11 @@ class BoundedPaginator(Paginator[Any]):
     def count(self) -> int:
         """The number of rows, or `most`."""
         return int(self.object_list.order_by()[: self.most].count())  # type: ignore[union-attr]
+
+    @property
+    def is_cut(self) -> bool:
+        """There may be more than `count`."""
+        return self.count == self.most
 
 
 class ReasonForm(forms.Form):
@@ -59,14 +92,16 @@ class ObjectAction:
     """A button on an object's page: who may press it, what it asks, and what it does with the answers.
 
     `run` takes the request, the object and the form's cleaned data, and returns a message of what was done, or a page.
+    `why_not` says why it would do nothing to this object now; the button is then drawn, but cannot be pressed.
     """
 
     name: str
     label: str
     permission: str
-    question: str
+    question: Callable[[Any], str]
     run: Callable[[HttpRequest, Any, dict[str, Any]], str | HttpResponse]
     form: type[forms.Form] = ReasonForm
+    why_not: Callable[[Any], str] = lambda _: ""
 
 
 class Refused(Exception):
@@ -86,6 +121,8 @@ class HubModelAdmin(admin.ModelAdmin[Any]):
     # Where a TypeID typed into the search box is looked up: its prefix -> the field.
     search_ids: ClassVar[dict[str, str]] = {}
     object_actions: ClassVar[list[ObjectAction]] = []
+    # Set when a record is made, and never after.
+    fixed_fields: ClassVar[list[str]] = []
 
     @admin.display(description="id", ordering="id")
     def typeid(self, obj: Any) -> SafeString:
@@ -102,9 +139,39 @@ class HubModelAdmin(admin.ModelAdmin[Any]):
                 return queryset.filter(**{self.search_ids[prefix]: parse_typeid(prefix, search_term.strip())}), False
             except ValueError:
                 return queryset.none(), False
-        if self.search_fields == ("id",):
-            return (queryset.none() if search_term.strip() else queryset), False
+        if list(self.search_fields) == ["id"]:  # nothing but ids is searched
+            return (queryset.none() if prefix or search_term.strip() else queryset), False
         return super().get_search_results(request, queryset, search_term)
+
+    def lookup_allowed(self, lookup: str, value: str, request: HttpRequest | None = None) -> bool:
+        """Only what the filters ask for: Django would compare any column, a payload or a digest too, and so tell it."""
+        asked = {getattr(one, "parameter_name", one) for one in self.list_filter}
+        name, _, kind = lookup.partition("__")
+        if name not in asked or kind not in {"", "exact", "isnull"}:
+            raise IncorrectLookupParameters(f"{lookup} is no filter")
+        return True
+
+    def choice_label(self, obj: Any) -> str:
+        """How a choice field shows an object."""
+        return str(obj)
+
+    def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        """What is read-only has no value before there is a record."""
+        names = super().get_fields(request, obj)
+        return names if obj else [name for name in names if name not in self.readonly_fields]
+
+    def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        """What was set when the record was made stays."""
+        return [*self.readonly_fields, *(self.fixed_fields if obj else [])]
+
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Not what others refer to: Django would load all of them, only to say that they are in the way."""
+        return super().has_delete_permission(request, obj) and not (obj and _is_referred_to(obj))
+
+    def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+        """The list, under the name of what it lists."""
+        title = {"title": capfirst(self.opts.verbose_name_plural)}
+        return super().changelist_view(request, {**title, **(extra_context or {})})
 
     def get_urls(self) -> list[URLPattern]:
         """Adds an address for each object action."""
@@ -119,46 +186,54 @@ class HubModelAdmin(admin.ModelAdmin[Any]):
         ]
         return own + super().get_urls()
 
-    def change_view(
-        self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
+    def render_change_form(
+        self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
     ) -> HttpResponse:
         """The object's page, with the buttons that this person may use."""
-        allowed = [action for action in self.object_actions if request.user.has_perm(action.permission)]  # type: ignore[union-attr]
-        return super().change_view(request, object_id, form_url, {**(extra_context or {}), "object_actions": allowed})
+        obj = kwargs.get("obj")
+        actions = [action for action in self.object_actions if obj and self._may(request, action, obj)]
+        context["object_actions"] = [(action, action.why_not(obj)) for action in actions]
+        return super().render_change_form(request, context, *args, **kwargs)
+
+    def _may(self, request: HttpRequest, action: ObjectAction, obj: Any) -> bool:
+        return self.has_view_permission(request, obj) and request.user.has_perm(action.permission)  # type: ignore[union-attr]
 
     def _action_view(self, action: ObjectAction) -> Callable[..., HttpResponse]:
         """Asks first; the answer to its own question carries `confirmed`, and is done."""
 
         def view(request: HttpRequest, object_id: str) -> HttpResponse:
             obj = self.get_object(request, object_id)
-            if obj is None or not request.user.has_perm(action.permission):  # type: ignore[union-attr]
+            if not self._may(request, action, obj):
                 raise PermissionDenied
+            if obj is None:
+                raise Http404(f"no {self.opts.verbose_name} has this id")
             form = action.form(request.POST if "confirmed" in request.POST else None)
             if not form.is_valid():
                 return self._ask(request, action, obj, form)
+            page = HttpResponseRedirect(
+                reverse(f"admin:{self.opts.app_label}_{self.opts.model_name}_change", args=[obj.pk])
+            )
             try:
                 done = action.run(request, obj, form.cleaned_data)
             except Refused as refused:
-                done = ""
                 messages.error(request, str(refused))
+                return page
+            self.log_change(request, obj, f"{action.label.rstrip('…')}. {form.cleaned_data['reason']}")
             if isinstance(done, HttpResponse):
                 return done
-            if done:
-                messages.success(request, done)
-            return HttpResponseRedirect(
-                reverse(f"admin:{self.opts.app_label}_{self.opts.model_name}_change", args=[obj.pk])
-            )
+            messages.success(request, done)
+            return page
 
         return view
 
     def _ask(self, request: HttpRequest, action: ObjectAction, obj: Model, form: forms.Form) -> HttpResponse:
         context = {
             **self.admin_site.each_context(request),
-            "title": action.label,
+            "title": action.label.rstrip("…"),
             "opts": self.opts,
             "object": obj,
             "action": action,
-            "question": action.question.format(object=obj),
+            "question": action.question(obj),
             "form": form,
         }
         return TemplateResponse(request, "admin/hub_confirm.html", context)
@@ -180,6 +255,15 @@ class ReadOnlyAdmin(HubModelAdmin):
         return False
 
 
+def _is_referred_to(obj: Model) -> bool:
+    """Whether something that must not be lost refers to the object."""
+    return any(
+        field.related_model._base_manager.filter(**{field.field.name: obj}).exists()
+        for field in obj._meta.get_fields(include_hidden=True)
+        if getattr(field, "on_delete", None) is PROTECT and field.auto_created
+    )
+
+
 def show_once(request: HttpRequest, *, title: str, text: str, advice: str, next_url: str) -> HttpResponse:
     """A page that shows a secret in this one answer, which no cache keeps."""
     context = {**admin.site.each_context(request), "title": title, "text": text, "advice": advice, "next_url": next_url}
@@ -188,11 +272,44 @@ def show_once(request: HttpRequest, *, title: str, text: str, advice: str, next_
     return response
 
 
+# Characters that show as nothing, or that change how their neighbours show: controls, bidirectional marks, surrogates.
+_UNSEEN = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
+_JSON_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_MAX_INDENTED_DEPTH = 32  # deeper JSON would grow by its indentation alone to a hundred times its size
+
+
+def visible(text: str) -> str:
+    """The text of a stranger, with what would not be seen written as an escape."""
+    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
+
+
+def pre(text: str) -> SafeString:
+    """Lines of a stranger, escaped, as they are."""
+    return format_html("<pre>{}</pre>", visible(text))
+
+
 def pretty_bytes(data: bytes | memoryview | None, limit: int = 262_144) -> SafeString:
-    """Bytes of strangers as escaped text: JSON indented, anything else as it is, at most `limit` of them."""
-    raw = bytes(data or b"")[:limit]
+    """Bytes of strangers as escaped text: JSON indented and otherwise untouched, anything else as it is.
+
+    `limit` is the most bytes that are shown; more are counted.
+    """
+    raw = bytes(data or b"")
+    if not raw:
+        return format_html("{}", "(empty)")
+    shown = pre(_indented(raw[:limit]).decode("utf-8", "backslashreplace"))
+    return format_html("{}<p>({:d} more bytes)</p>", shown, len(raw) - limit) if len(raw) > limit else shown
+
+
+def pretty_json(value: Any) -> SafeString:
+    """A value of a JSON column."""
+    return pretty_bytes(msgspec.json.encode(value)) if value else format_html("{}", "–")
+
+
+def _indented(raw: bytes) -> bytes:
+    brackets = re.findall(rb"[][{}]", _JSON_STRING.sub(b"", raw))
+    if max(accumulate(1 if one in b"[{" else -1 for one in brackets), default=0) > _MAX_INDENTED_DEPTH:
+        return raw
     try:
-        text = json.dumps(json.loads(raw), indent=2, ensure_ascii=False)
+        return msgspec.json.format(raw, indent=2)
     except (ValueError, RecursionError):
-        text = raw.decode("utf-8", "replace")
-    return format_html("<pre>{}</pre>", text)
+        return raw
