@@ -76,7 +76,6 @@ class EventAdmin(ReadOnlyAdmin):
         "body",
     ]
     readonly_fields = fields
-    ordering = ["-id"]
 
     def get_queryset(self, request: HttpRequest) -> Any:
         """Lists do without the payloads."""
@@ -239,7 +238,6 @@ class DeliveryAdmin(ReadOnlyAdmin):
         "finished_at",
     ]
     readonly_fields = fields
-    ordering = ["-id"]
     inlines = [AttemptInline]
     object_actions = [
         ObjectAction(
@@ -375,7 +373,6 @@ class ReplayJobAdmin(HubModelAdmin):
         "finished_at",
     ]
     fields = [*readonly_fields, *ReplayJobForm.Meta.fields]
-    ordering = ["-id"]
     object_actions = [
         ObjectAction(
             "cancel",

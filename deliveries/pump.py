@@ -38,6 +38,7 @@ NOT_SENT = ("accept:", "expect:")  # what libcurl would add by itself
 POLL_SECONDS = 0.25  # how late work without a wake-up may be found
 BATCH_ROWS = 250  # most rows of one claim or record: a few milliseconds of the database's time
 GATHER_SECONDS = 0.005  # how long due rows and results gather into batches while requests are in flight
+PUT_BACK_SECONDS = 5.0  # until a delivery that we lacked descriptors or memory for is tried again
 RECLAIM_SECONDS = 5.0  # between looks for leases that ran out
 
 
@@ -76,6 +77,8 @@ class Pump:
 
         What is still in flight then is left to its lease.
         """
+        gc.unfreeze()  # or what is left of the pump before this one in the process would stay for ever
+        gc.collect()
         gc.freeze()  # a pump makes many objects and no cycles: let the collector look at few of them, and seldom
         gc.set_threshold(50_000, 20, 50)
         deadline: float | None = None
@@ -202,6 +205,11 @@ class Pump:
         result.response_headers = outcome.headers
         result.response_body = outcome.body
         result.response_truncated = outcome.truncated
+        if outcome.error == "local_resource_exhausted":  # our own fault is no attempt
+            logger.error("a delivery is put back: %s", outcome.detail)
+            result.attempted, result.state, result.wait = False, Delivery.State.PENDING, PUT_BACK_SECONDS
+            self._keep(trial)
+            return
         self._judge(trial, outcome.header("retry-after"))
 
     def _judge(self, trial: "_Trial", retry_after: str | None) -> None:

@@ -98,6 +98,7 @@ class _Handle:
     request: Request = None  # type: ignore[assignment]
     started_at: datetime = None  # type: ignore[assignment]
     blocked: str = ""
+    exhausted: str = ""
     head: list[bytes] = field(default_factory=list)
     body: bytearray = field(default_factory=bytearray)
     received: int = 0
@@ -107,7 +108,7 @@ class _Handle:
         if any("\n" in line or "\r" in line for line in request.headers):
             raise ValueError("a header holds a line end")  # libcurl would send it as it is
         self.request = request
-        self.blocked = ""
+        self.blocked = self.exhausted = ""
         self.head.clear()
         self.body = bytearray()
         self.received = 0
@@ -133,7 +134,11 @@ class _Handle:
                 self.blocked = str(blocked)
             return pycurl.SOCKET_BAD
         self.blocked = ""  # of a name's addresses, the one that is dialled decides how the request ends
-        opened = socket.socket(address.family, address.socktype, address.protocol)
+        try:
+            opened = socket.socket(address.family, address.socktype, address.protocol)
+        except OSError as error:
+            self.exhausted = f"no socket can be opened: {error}"
+            return pycurl.SOCKET_BAD
         self.sockets.append(opened)  # libcurl works on a duplicate
         return opened
 
@@ -153,6 +158,7 @@ class Transport:
         self.woken = False
         self._rule = rule
         self._ca_bundle = ca_bundle
+        self._handles: list[_Handle] = []
         self._idle: list[_Handle] = []
         self._ended: list[Outcome] = []
         self._epoll = select.epoll()
@@ -212,6 +218,12 @@ class Transport:
 
     def close(self) -> None:
         """Drops everything, also what is in flight."""
+        idle = set(self._idle)
+        for handle in self._handles:
+            if handle not in idle:
+                self._multi.remove_handle(handle.curl)
+            handle.close_sockets()
+            handle.curl.close()
         self._multi.close()
         self._epoll.close()
 
@@ -249,7 +261,7 @@ class Transport:
                 detail = "" if handle.received > handle.request.read_bytes else f"response body unreadable: {message}"
             else:
                 error, status = self._error(handle, code, times), None
-                detail = handle.blocked or message
+                detail = handle.blocked or handle.exhausted or message
         if status is not None and not (100 <= status <= 599 and _STATUS_LINE.match(status_line)):
             error, detail, status = "malformed_response", f"{status_line[:100]!r} is no status from 100 to 599", None
         return Outcome(
@@ -268,6 +280,8 @@ class Transport:
     def _error(self, handle: _Handle, code: int, times: list[int]) -> str:
         if handle.blocked:
             return "blocked_address"
+        if handle.exhausted:
+            return "local_resource_exhausted"
         if code == pycurl.E_OPERATION_TIMEDOUT:
             lookup, connect = times[0], times[1]
             return "total_timeout" if connect else "connect_timeout" if lookup else "dns_timeout"
@@ -280,6 +294,7 @@ class Transport:
     def _new_handle(self) -> _Handle:
         curl = pycurl.Curl()
         handle = curl.handle = _Handle(curl, self._rule)
+        self._handles.append(handle)
         curl.setopt(pycurl.NOSIGNAL, 1)
         curl.setopt(pycurl.POST, 1)
         curl.setopt(pycurl.PROTOCOLS, pycurl.PROTO_HTTP | pycurl.PROTO_HTTPS)

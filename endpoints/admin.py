@@ -157,6 +157,7 @@ class EndpointAdmin(AuditedAdmin):
 
     list_display = ["name", "tenant", "status", "contract", "url", "created_at"]
     list_filter = ["status", "contract"]
+    ordering = ["name", "id"]
     search_fields = ["name", "tenant__name"]
     search_help_text = "Name, tenant, ep_… or ten_…"
     search_ids = {"ep": "id", "ten": "tenant_id"}
@@ -250,7 +251,6 @@ class AuditEventAdmin(ReadOnlyAdmin):
         "changed",
     ]
     readonly_fields = fields
-    ordering = ["-id"]
 
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str

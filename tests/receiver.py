@@ -1,6 +1,7 @@
 """A receiver on loopback, under a test's control down to the bytes of its answers."""
 
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -33,17 +34,18 @@ def answer(status: int = 200, *lines: str, body: bytes = b"") -> bytes:
 class Receiver:
     """Accepts connections, keeps what it received, and answers by `respond`, a function or a fixed answer.
 
-    An answer of `b""` closes the connection. `close_after` closes it after each answer.
+    An answer of `b""` closes the connection. `close_after` closes it after each answer. With `tls` it speaks https.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.received: list[Received] = []
         self.connections = 0
         self.respond: Answer | Callable[[Received], Answer] = answer()
         self.close_after = False
         self._server = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port = self._server.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}/hook"
+        self._tls = tls
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}/hook"
         self._stopped = threading.Event()
 
     def __enter__(self) -> "Receiver":
@@ -65,6 +67,11 @@ class Receiver:
 
     def _serve(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._tls:
+            try:
+                connection = self._tls.wrap_socket(connection, server_side=True)
+            except OSError:
+                return  # the sender did not like our certificate
         with connection, connection.makefile("rb") as stream:
             while (received := self._read(stream)) is not None:
                 self.received.append(received)
@@ -86,7 +93,7 @@ class Receiver:
                 name, _, value = raw.partition(":")
                 headers.append((name, value.strip()))
             length = int(dict((name.lower(), value) for name, value in headers).get("content-length", 0))
-            return Received(line.decode().strip(), headers, stream.read(length))
+            return Received(line.decode("latin-1").strip(), headers, stream.read(length))
         except OSError:
             return None
 

@@ -117,6 +117,7 @@ class HubModelAdmin(admin.ModelAdmin[Any]):
     list_max_show_all = 0
     paginator = BoundedPaginator
     actions = None
+    ordering = ("-id",)
     change_form_template = "admin/hub_change_form.html"
     # Where a TypeID typed into the search box is looked up: its prefix -> the field.
     search_ids: ClassVar[dict[str, str]] = {}

