@@ -24,7 +24,7 @@ from deliveries.services import judge, reclaim_lost, record_results
 from deliveries.transport import Outcome, Request, Transport
 from deliveries.wake import Listener
 from endpoints.addresses import Blocked
-from endpoints.contracts import CONTRACTS, Contract
+from endpoints.contracts import CONTRACTS, STANDARD, Contract
 from endpoints.models import Endpoint
 from endpoints.services import signing_keys
 from endpoints.signing import SCHEMES
@@ -153,11 +153,12 @@ class Pump:
             number=row.attempts_made + 1,
             url=row.url,
         )
-        trial = _Trial(result, row.endpoint_id, CONTRACTS[row.contract])
-        if row.endpoint_status == Endpoint.Status.ACTIVE:
+        trial = _Trial(result, row.endpoint_id, CONTRACTS.get(row.contract, STANDARD))
+        if row.endpoint_status == Endpoint.Status.ACTIVE and row.contract in CONTRACTS:
             self._start(trial, row, signing_keys(row.sealed))
         else:
-            result.attempted = False  # it was paused between the fan-out and the claim
+            # It was paused between the fan-out and the claim, or follows a contract that this release does not know.
+            result.attempted = False
             self._keep(trial)
 
     def _start(self, trial: "_Trial", row: Claimed, keys: Sequence[bytes]) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ from django.db.models.functions import Now
 from deliveries.models import Delivery, Event, ReplayJob
 from deliveries.querysets import Result
 from deliveries.wake import announce
-from endpoints.contracts import CONTRACTS, Contract, Verdict, decide
+from endpoints.contracts import CONTRACTS, STANDARD, Contract, Verdict, decide
 from endpoints.models import Endpoint
 from endpoints.services import SYSTEM, Actor, record_audit, set_status
 from webhookhub.ids import uuid7
@@ -135,16 +135,45 @@ def judge(contract: Contract, result: Result, retry_after: str | None, now: floa
     return verdict
 
 
-def record_results(results: Sequence[Result], *, gone: Sequence[uuid.UUID] = ()) -> None:
-    """Writes results whose claims still stand. The endpoints in `gone` are disabled and what waits for them is held."""
-    with transaction.atomic() if gone else nullcontext():
+def record_results(results: Sequence[Result], *, gone: Collection[uuid.UUID] = ()) -> None:
+    """Writes results whose claims still stand. The endpoints in `gone` are disabled and what waits for them is held.
+
+    A result that the database refuses is written without what was seen of the exchange: to leave it unwritten would
+    send the delivery again and again.
+    """
+    try:
+        stood = _record(results, gone)
+    except (OperationalError, InterfaceError):
+        raise
+    except DatabaseError:
+        if len(results) > 1:
+            for result in results:
+                record_results([result], gone=gone)
+            return
+        logger.exception("the result of delivery %s cannot be recorded as it is", results[0].delivery_id)
+        stood = _record([_without_exchange(results[0])], gone)
+    if stood < len(results):
+        logger.warning("%d results dropped: their leases had run out", len(results) - stood)
+
+
+def _record(results: Sequence[Result], gone: Collection[uuid.UUID]) -> int:
+    with transaction.atomic() if gone or connection.in_atomic_block else nullcontext():
         stood = Delivery.objects.all().record(results)
         if gone:
-            disable_endpoints(
-                Endpoint.objects.filter(pk__in=gone), actor=SYSTEM, reason="gone: the receiver answered 410"
-            )
-    if len(stood) < len(results):
-        logger.warning("%d results dropped: their leases had run out", len(results) - len(stood))
+            reason = "gone: the receiver answered 410"
+            disable_endpoints(Endpoint.objects.filter(pk__in=gone), actor=SYSTEM, reason=reason)
+    return len(stood)
+
+
+def _without_exchange(result: Result) -> Result:
+    return msgspec.structs.replace(
+        result,
+        address=None,
+        detail="The database refused what was seen of this exchange.",
+        request_headers=(),
+        response_headers=(),
+        response_body=None,
+    )
 
 
 def reclaim_lost(limit: int = 500) -> int:
@@ -167,7 +196,7 @@ def reclaim_lost(limit: int = 500) -> int:
                 error="interrupted",
                 detail="The worker stopped during this attempt; the receiver may or may not have got it.",
             )
-            judge(CONTRACTS[delivery.endpoint.contract], result, None, 0.0)
+            judge(CONTRACTS.get(delivery.endpoint.contract, STANDARD), result, None, 0.0)
             result.wait = 0.0
             results.append(result)
         if results:

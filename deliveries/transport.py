@@ -6,6 +6,7 @@ and every address is checked when it is dialled.
 """
 
 import errno
+import functools
 import re
 import select
 import socket
@@ -40,6 +41,7 @@ _ERRORS = {
 # What libcurl ends with over a header line it cannot use, such as a Content-Length that is no number.
 _BAD_HEADER = frozenset({8, pycurl.E_BAD_CONTENT_ENCODING})  # 8: CURLE_WEIRD_SERVER_REPLY, nameless in pycurl
 _STATUS_LINE = re.compile(r"HTTP/[0-9.]+ [0-9]{3}(?![0-9])")  # libcurl reads 2000 as 200
+_AUTHORITY = re.compile(r"[^/?#]*//[^/?#]*")
 _HUGE_HEAD = 200_000  # bytes; libcurl says RECV_ERROR when a head passes its limit (300 KB)
 _OS_ERRORS = {errno.ECONNREFUSED: "connect_refused", errno.ENETUNREACH: "network_unreachable"}
 
@@ -99,6 +101,7 @@ class _Handle:
     started_at: datetime = None  # type: ignore[assignment]
     blocked: str = ""
     exhausted: str = ""
+    dialled: str | None = None
     head: list[bytes] = field(default_factory=list)
     body: bytearray = field(default_factory=bytearray)
     received: int = 0
@@ -109,11 +112,13 @@ class _Handle:
             raise ValueError("a header holds a line end")  # libcurl would send it as it is
         self.request = request
         self.blocked = self.exhausted = ""
+        self.dialled = None
         self.head.clear()
         self.body = bytearray()
         self.received = 0
         curl = self.curl
         curl.setopt(pycurl.URL, request.url)
+        curl.setopt(pycurl.REQUEST_TARGET, _target(request.url))
         curl.setopt(pycurl.HTTPHEADER, request.headers)
         curl.setopt(pycurl.POSTFIELDS, request.body)
         curl.setopt(pycurl.TIMEOUT_MS, int(request.deadline * 1000))
@@ -133,6 +138,7 @@ class _Handle:
             if not self.sockets:
                 self.blocked = str(blocked)
             return pycurl.SOCKET_BAD
+        self.dialled = address.addr[0]
         self.blocked = ""  # of a name's addresses, the one that is dialled decides how the request ends
         try:
             opened = socket.socket(address.family, address.socktype, address.protocol)
@@ -251,6 +257,7 @@ class Transport:
     def _outcome(self, handle: _Handle, code: int, message: str) -> Outcome:
         getinfo = handle.curl.getinfo
         times = [getinfo(info) for info in _TIMES]
+        connected_to = getinfo(pycurl.PRIMARY_IP)
         status_line, headers, complete = _parse_head(handle.head)
         status = getinfo(pycurl.RESPONSE_CODE) or None
         error, detail = "", message
@@ -260,7 +267,7 @@ class Transport:
                 # The receiver has answered: what is wrong with the rest of its response changes nothing about that.
                 detail = "" if handle.received > handle.request.read_bytes else f"response body unreadable: {message}"
             else:
-                error, status = self._error(handle, code, times), None
+                error, status = self._error(handle, code, times[0]), None
                 detail = handle.blocked or handle.exhausted or message
         if status is not None and not (100 <= status <= 599 and _STATUS_LINE.match(status_line)):
             error, detail, status = "malformed_response", f"{status_line[:100]!r} is no status from 100 to 599", None
@@ -270,21 +277,21 @@ class Transport:
             status=status,
             error=error,
             detail=detail[:300],
-            address=getinfo(pycurl.PRIMARY_IP) or None,
-            timings=_timings(times),
+            address=connected_to or handle.dialled,
+            timings=_timings(times, connected=bool(connected_to)),
             headers=headers,
             body=bytes(handle.body),
             truncated=handle.received > len(handle.body),
         )
 
-    def _error(self, handle: _Handle, code: int, times: list[int]) -> str:
+    def _error(self, handle: _Handle, code: int, lookup: int) -> str:
         if handle.blocked:
             return "blocked_address"
         if handle.exhausted:
             return "local_resource_exhausted"
         if code == pycurl.E_OPERATION_TIMEDOUT:
-            lookup, connect = times[0], times[1]
-            return "total_timeout" if connect else "connect_timeout" if lookup else "dns_timeout"
+            connected = handle.curl.getinfo(pycurl.PRIMARY_IP)  # the times say nothing of a reused connection
+            return "total_timeout" if connected else "connect_timeout" if lookup else "dns_timeout"
         if code == pycurl.E_COULDNT_CONNECT:
             return _OS_ERRORS.get(handle.curl.getinfo(pycurl.OS_ERRNO), "connect_failed")
         if code == pycurl.E_RECV_ERROR and sum(map(len, handle.head)) > _HUGE_HEAD:
@@ -299,7 +306,6 @@ class Transport:
         curl.setopt(pycurl.POST, 1)
         curl.setopt(pycurl.PROTOCOLS, pycurl.PROTO_HTTP | pycurl.PROTO_HTTPS)
         curl.setopt(pycurl.FOLLOWLOCATION, 0)
-        curl.setopt(pycurl.PATH_AS_IS, 1)  # the URL goes out byte for byte
         curl.setopt(pycurl.PROXY, "")  # whatever the environment says
         curl.setopt(pycurl.NETRC, pycurl.NETRC_IGNORED)
         curl.setopt(pycurl.USERAGENT, USER_AGENT)
@@ -347,15 +353,23 @@ _TIMES = (
 )
 
 
-def _timings(times: list[int]) -> Timings:
+def _timings(times: list[int], *, connected: bool) -> Timings:
     looked_up, connected, secured, ready, first_byte, total = times
     return Timings(
         lookup=looked_up or None,
         connect=connected - looked_up if connected > looked_up else None,
         tls=secured - connected if secured > connected else None,
-        wait=first_byte - ready if first_byte > ready else None,
+        wait=first_byte - ready if connected and first_byte > ready else None,
         total=total,
     )
+
+
+@functools.lru_cache(maxsize=10_000)
+def _target(url: str) -> str:
+    """What the request line says of a URL, byte for byte; libcurl would rewrite dots and percent-encodings."""
+    found = _AUTHORITY.match(url)
+    target = url[found.end() :].partition("#")[0] if found else ""
+    return target if target.startswith("/") else f"/{target}"
 
 
 def _parse_head(lines: list[bytes]) -> tuple[str, list[str], bool]:

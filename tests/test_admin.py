@@ -121,13 +121,13 @@ def messages_of(response) -> list[str]:
     ]
 
 
-def make_event(tenant: Tenant, kind: str = "invoice.paid", payload: bytes = b"{}") -> Event:
-    [published] = publish_events([NewEvent(tenant.pk, kind, payload)])
+def make_event(tenant: Tenant, payload: bytes = b"{}") -> Event:
+    [published] = publish_events([NewEvent(tenant.pk, "invoice.paid", payload)])
     return Event.objects.get(pk=published.event_id)
 
 
-def make_delivery(endpoint: Endpoint, state: str = "dead", **event) -> Delivery:
-    delivery = make_event(endpoint.tenant, **event).deliveries.get(endpoint=endpoint)
+def make_delivery(endpoint: Endpoint, state: str = "dead", payload: bytes = b"{}") -> Delivery:
+    delivery = make_event(endpoint.tenant, payload).deliveries.get(endpoint=endpoint)
     Delivery.objects.filter(pk=delivery.pk).update(state=state, attempts_made=1, finished_at=datetime.now(UTC))
     delivery.refresh_from_db()
     return delivery
@@ -406,8 +406,8 @@ class Tags(HTMLParser):
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_text_of_strangers_stays_text(root, endpoint, text):
-    delivery = make_delivery(endpoint, kind=text, payload=json.dumps({"a": text}).encode())
-    Event.objects.update(caller_key=text, metadata={text: text}, content_type=text)
+    delivery = make_delivery(endpoint, payload=json.dumps({"a": text}).encode())
+    Event.objects.update(type=text, caller_key=text, metadata={text: text}, content_type=text)
     add_attempt(
         delivery, status=200, response_headers=[text, f"x: {text}"], response_body=text.encode(), detail=text, url=text
     )
@@ -556,9 +556,9 @@ def test_a_button_of_what_does_not_exist_is_404_and_its_page_no_500(ops, key):
             assert ops.get(f"{base}{key}/{view}/").status_code in {302, 403, 404}
 
 
-def replay_form(endpoint: Endpoint, **fields) -> dict[str, object]:
+def replay_form(of: Endpoint, **fields) -> dict[str, object]:
     window = {f"created_{side}_{part}": "" for side in ("after", "before") for part in (0, 1)}
-    return {"endpoint": endpoint.pk, "states": ["dead"], "rate": 50, "reason": "they were down", **window, **fields}
+    return {"endpoint": of.pk, "states": ["dead"], "rate": 50, "reason": "they were down", **window, **fields}
 
 
 def test_a_replay_job_is_made_steps_and_is_cancelled(ops, endpoint):
@@ -638,8 +638,7 @@ def test_a_list_is_not_filtered_by_what_it_does_not_offer(ops, delivery, query):
     assert (response.status_code, response.url) == (302, "/admin/deliveries/event/?e=1")
 
 
-def test_no_secret_digest_or_sealed_value_is_on_any_page(root, api_key, delivery):
-    endpoint = delivery.endpoint
+def test_no_secret_digest_or_sealed_value_is_on_any_page(root, api_key, endpoint, delivery):
     EventType.objects.create(tenant=endpoint.tenant, name="invoice.paid")
     root.send(page("deliveries.replayjob", "add"), **replay_form(endpoint))
     shown = [shown_once(root.send(action_page(endpoint, "rotate"), confirmed="yes", overlap=86_400))]

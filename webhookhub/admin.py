@@ -298,7 +298,7 @@ def pretty_bytes(data: bytes | memoryview | None, limit: int = 262_144) -> SafeS
     if not raw:
         return format_html("{}", "(empty)")
     shown = pre(_indented(raw[:limit]).decode("utf-8", "backslashreplace"))
-    return format_html("{}<p>({:d} more bytes)</p>", shown, len(raw) - limit) if len(raw) > limit else shown
+    return format_html("{}<p>({} more bytes)</p>", shown, len(raw) - limit) if len(raw) > limit else shown
 
 
 def pretty_json(value: Any) -> SafeString:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from django.core.exceptions import PermissionDenied
 from django.http import Http404, HttpRequest, HttpResponse
+from django.views import defaults
 from rest_framework import exceptions, renderers
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,13 @@ def not_found(request: HttpRequest, exception: Exception | None = None) -> HttpR
     """Any path of the API that leads nowhere."""
     detail = f"{request.path} is no resource of this API; it has /v1/events"
     return Problem(404, "not_found", detail).answer().to_django()
+
+
+def server_error(request: HttpRequest) -> HttpResponse:
+    """An error of ours: for programs as a problem document, for people as Django's page."""
+    if request.path.startswith("/v1/"):
+        return Problem(500, "internal", "A fault of ours; it has been logged").answer().to_django()
+    return defaults.server_error(request)
 
 
 class JSONRenderer(renderers.JSONRenderer):

@@ -19,3 +19,5 @@ urlpatterns = [
     path("v1/", include("deliveries.api.urls")),
     re_path(r"^v1/", not_found),
 ]
+
+handler500 = "webhookhub.api.server_error"
