@@ -21,8 +21,10 @@ def product(port: int) -> Iterator[None]:
     """A web process and a worker with one pump, as production runs them."""
     commands = [
         [sys.executable, "-m", "uvicorn", "webhookhub.asgi:application", "--port", str(port), "--no-access-log"],
-        [sys.executable, "manage.py", "rqworker-pool", "pump", "-v", "0", "--num-workers", "1"]
-        + ["--worker-class", "deliveries.jobs.PumpWorker", "--serializer", "rq.serializers.JSONSerializer"],
+        [
+            *(sys.executable, "manage.py", "rqworker-pool", "pump", "-v", "0", "--num-workers", "1"),
+            *("--worker-class", "deliveries.jobs.PumpWorker", "--serializer", "rq.serializers.JSONSerializer"),
+        ],
     ]
     processes = [
         subprocess.Popen(command, cwd=harness.ROOT, stdout=subprocess.DEVNULL, stderr=sys.stderr, env=os.environ)

@@ -1,13 +1,14 @@
 """Screens for events, deliveries, attempts and replays, and the buttons of an endpoint that concern deliveries."""
 
-from datetime import datetime
+from collections.abc import Iterable
 from typing import Any
 
 from django import forms
-from django.contrib import admin
+from django.contrib import admin, messages
 from django.core.exceptions import ValidationError
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import reverse
+from django.utils.formats import localize
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 
@@ -48,6 +49,12 @@ def link(obj: Any, text: str = "") -> SafeString:
     return format_html('<a href="{}">{}</a>', url, text or obj.typeid)
 
 
+def viewable(request: HttpRequest, names: Iterable[str]) -> list[str]:
+    """The fields without `body`, the bytes of a payload or an answer, for those who may not see them."""
+    may = request.user.has_perm("deliveries.view_payload")
+    return [name for name in names if may or name != "body"]
+
+
 def found_by(obj: Any) -> SafeString:
     """A link to the deliveries that the search finds by an object's id."""
     return format_html('<a href="{}?q={}">Show them</a>', reverse("admin:deliveries_delivery_changelist"), obj.typeid)
@@ -63,8 +70,7 @@ class EventAdmin(ReadOnlyAdmin):
     search_fields = ["id"]
     search_ids = {"evt": "id", "ten": "tenant_id"}
     search_help_text = "A whole id: evt_… or ten_…"
-    fields = [
-        "typeid",
+    readonly_fields = [
         "tenant",
         "event_type",
         "accepted_at",
@@ -75,7 +81,7 @@ class EventAdmin(ReadOnlyAdmin):
         "sent_to",
         "body",
     ]
-    readonly_fields = fields
+    fields = (*readonly_fields,)
 
     def get_queryset(self, request: HttpRequest) -> Any:
         """Lists do without the payloads."""
@@ -83,9 +89,9 @@ class EventAdmin(ReadOnlyAdmin):
 
     def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> list[str]:
         """The payload is for those who may see it."""
-        return [name for name in self.fields if name != "body" or request.user.has_perm("deliveries.view_payload")]  # type: ignore[union-attr]
+        return viewable(request, self.readonly_fields)
 
-    def get_fields(self, request: HttpRequest, obj: Any = None) -> list[str]:
+    def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
         """As above."""
         return self.get_readonly_fields(request, obj)
 
@@ -119,7 +125,7 @@ class AttemptInline(admin.StackedInline[Attempt, Delivery]):
     extra = 0
     can_delete = False
     ordering = ["-number"]
-    fields = [
+    readonly_fields = [
         "number",
         "started",
         "result",
@@ -130,15 +136,15 @@ class AttemptInline(admin.StackedInline[Attempt, Delivery]):
         "response",
         "body",
     ]
-    readonly_fields = fields
+    fields = (*readonly_fields,)
 
     def has_add_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         """No."""
         return False
 
-    def get_fields(self, request: HttpRequest, obj: Any = None) -> list[str]:
+    def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
         """What a receiver answered is for those who may see payloads."""
-        return [name for name in self.fields if name != "body" or request.user.has_perm("deliveries.view_payload")]  # type: ignore[union-attr]
+        return viewable(request, self.readonly_fields)
 
     @admin.display(description="started at")
     def started(self, attempt: Attempt) -> str:
@@ -224,20 +230,20 @@ class DeliveryAdmin(ReadOnlyAdmin):
     search_fields = ["id"]
     search_ids = {"dlv": "id", "evt": "event_id", "ep": "endpoint_id", "rpl": "replay_job_id"}
     search_help_text = "A whole id: dlv_…, evt_…, ep_… or rpl_…"
-    fields = [
-        "typeid",
+    readonly_fields = [
         "shown_state",
         "event_link",
         "endpoint_link",
         "trigger",
         "replay_of_link",
+        "replayed_by",
         "created_at",
         "next_try",
         "tries",
         "result",
         "finished_at",
     ]
-    readonly_fields = fields
+    fields = (*readonly_fields,)
     inlines = [AttemptInline]
     object_actions = [
         ObjectAction(
@@ -270,10 +276,10 @@ class DeliveryAdmin(ReadOnlyAdmin):
         """How often it was sent."""
         return delivery.attempts_made
 
-    @admin.display(description="next try", ordering="due_at", empty_value="–")
-    def next_try(self, delivery: Delivery) -> datetime | None:
+    @admin.display(description="next try", ordering="due_at")
+    def next_try(self, delivery: Delivery) -> str:
         """When it is sent next, where that is known."""
-        return delivery.due_at if delivery.state == Delivery.State.PENDING else None
+        return str(localize(delivery.due_at)) if delivery.state == Delivery.State.PENDING else "–"
 
     @admin.display(description="tenant")
     def tenant(self, delivery: Delivery) -> str:
@@ -297,10 +303,13 @@ class DeliveryAdmin(ReadOnlyAdmin):
 
     @admin.display(description="replay of")
     def replay_of_link(self, delivery: Delivery) -> SafeString | str:
-        """What it replays, and what replays it."""
-        before = link(delivery.replay_of) if delivery.replay_of else "–"
-        after = format_html_join(", ", "{}", ((link(one),) for one in delivery.replays.order_by("-id")[:MOST]))
-        return format_html("{}; replayed by {}", before, after) if after else before
+        """What it sends again."""
+        return link(delivery.replay_of) if delivery.replay_of else "–"
+
+    @admin.display(description="replayed by")
+    def replayed_by(self, delivery: Delivery) -> SafeString | str:
+        """What has sent it again."""
+        return format_html_join(", ", "{}", ((link(one),) for one in delivery.replays.order_by("-id")[:MOST])) or "–"
 
 
 def cancel(request: HttpRequest, job: ReplayJob, answers: dict[str, Any]) -> str:
@@ -363,7 +372,6 @@ class ReplayJobAdmin(HubModelAdmin):
     autocomplete_fields = ["endpoint"]
     search_help_text = "A whole id: rpl_… or ep_…"
     readonly_fields = [
-        "typeid",
         "state",
         "matched",
         "queued",
@@ -405,6 +413,11 @@ class ReplayJobAdmin(HubModelAdmin):
     def save_model(self, request: HttpRequest, obj: ReplayJob, form: Any, change: bool) -> None:
         """Freezes and queues it."""
         create_replay_job(job=obj, actor=Actor.of_request(request))
+
+    def response_add(self, request: HttpRequest, obj: ReplayJob, post_url_continue: str | None = None) -> HttpResponse:
+        """Says how much it is, where it can be watched and cancelled."""
+        messages.success(request, f"Queued. {obj.matched} deliveries match; {obj.rate} a second are sent again.")
+        return HttpResponseRedirect(reverse("admin:deliveries_replayjob_change", args=[obj.pk]))
 
 
 def pause(request: HttpRequest, endpoint: Endpoint, answers: dict[str, Any]) -> str:

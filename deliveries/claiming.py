@@ -17,6 +17,7 @@ from webhookhub.ids import uuid7
 
 SKIMMED_ROWS = 2_000  # how far a claim looks for other endpoints' deliveries among those of lagging ones
 START = Position(datetime(1, 1, 1, tzinfo=UTC), uuid.UUID(int=0))
+LAST = Position(datetime.max.replace(tzinfo=UTC), uuid.UUID(int=2**128 - 1))
 EVER = timedelta(days=365_000)
 
 # Deliveries may become visible behind the position, since commits do not come in the order of due times. Each entry:
@@ -34,6 +35,7 @@ class Claimer:
         self._endpoint_limit = endpoint_limit
         self._page_rows = page_rows
         self._lease = lease
+        self._lagging_first = False
         self._position = START
         self._sweep_at = [0.0] * len(SWEEPS)
         self._epoch: datetime | None = None  # the database's time at zero of our monotonic clock
@@ -44,14 +46,25 @@ class Claimer:
         `busy` says how many each endpoint has in flight here.
         """
         token = uuid7()
+        # They take turns at being first: whichever always were could take all the room and starve the other.
+        self._lagging_first = not self._lagging_first
+        steps = [self._claim_page, self._claim_lagging]
         rows: list[Claimed] = []
-        waiting = self._lagging_with_room(room, busy)
-        if waiting:
-            rows = Delivery.objects.all().claim_lagging(waiting, token=token, lease=self._lease)
-            self._advance(waiting, rows)
-        if room > len(rows):
-            rows += self._claim_page(min(room - len(rows), self._page_rows), busy, token)
+        busy = Counter(busy)
+        for step in reversed(steps) if self._lagging_first else steps:
+            if room > len(rows):
+                found = step(room - len(rows), busy, token)
+                busy.update(row.endpoint_id for row in found)
+                rows += found
         return token, rows
+
+    def _claim_lagging(self, room: int, busy: Mapping[uuid.UUID, int], token: uuid.UUID) -> list[Claimed]:
+        waiting = self._lagging_with_room(room, busy)
+        if not waiting:
+            return []
+        rows = Delivery.objects.all().claim_lagging(waiting, token=token, lease=self._lease)
+        self._advance(waiting, rows)
+        return rows
 
     def _lagging_with_room(self, room: int, busy: Mapping[uuid.UUID, int]) -> list[Lagging]:
         chosen = []
@@ -72,6 +85,7 @@ class Claimer:
                 self.lagging[one.endpoint_id] = last[one.endpoint_id]
 
     def _claim_page(self, room: int, busy: Mapping[uuid.UUID, int], token: uuid.UUID) -> list[Claimed]:
+        room = min(room, self._page_rows)
         free = {endpoint: self._endpoint_limit - count for endpoint, count in busy.items()}
         free.update(dict.fromkeys(self.lagging, 0))
         start = self._start()
@@ -90,7 +104,9 @@ class Claimer:
         for row in page:
             counts[row.endpoint_id] += 1
             if counts[row.endpoint_id] > free.get(row.endpoint_id, self._endpoint_limit):
-                self.lagging.setdefault(row.endpoint_id, before)
+                # One behind the endpoint's position came late, and must not wait for the end of the backlog.
+                if self.lagging.get(row.endpoint_id, LAST) >= (row.due_at, row.id):
+                    self.lagging[row.endpoint_id] = before
             elif full == room:
                 self.more = True  # it could be claimed when there is room again
                 break

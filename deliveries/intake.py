@@ -100,7 +100,8 @@ def _read_type(value: bytes | None) -> str:
         raise Problem(
             400,
             "type_invalid",
-            f"type must be words of letters, digits, _ and -, joined by dots, {MAX_TYPE_CHARS} characters at most: invoice.paid",
+            "type must be words of letters, digits, _ and -, joined by dots, like invoice.paid; "
+            f"{MAX_TYPE_CHARS} characters at most",
             "/type",
         )
     return event_type
@@ -125,7 +126,8 @@ def answer(event: NewEvent, result: Published | KeyReused | Refused) -> Answer:
             body = msgspec.json.encode({"id": typeid("evt", event_id), "type": event.type})
             return Answer(202, body, headers=(("Idempotent-Replayed", "true"),) if repeated else ())
         case KeyReused(event_id):
-            detail = f"This Idempotency-Key belongs to another event, {typeid('evt', event_id)}. Use a new key for a new event"
+            first = typeid("evt", event_id)
+            detail = f"This Idempotency-Key belongs to another event, {first}. Use a new key for a new event"
             return Problem(422, "idempotency_key_reused", detail).answer()
         case Refused(transient=True):
             detail = "The event was not stored. Send it again, with the same Idempotency-Key"

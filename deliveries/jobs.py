@@ -1,6 +1,7 @@
 """RQ's entry points: the worker that hosts a pump, and the periodic jobs. The only module that knows RQ."""
 
 import logging
+import resource
 import time
 from typing import Any
 
@@ -50,6 +51,9 @@ def run_pump() -> None:
 
     While Redis is away the pump goes on: its worker could not get another one.
     """
+    # A request in flight takes two descriptors and an idle connection one; 1,024 is what systems give by default.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     end = time.monotonic() + settings.PUMP_SECONDS
     pump = Pump()
     pump.run(lambda: PumpWorker.stopping or (time.monotonic() >= end and pump.hears_wake_ups))

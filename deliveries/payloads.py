@@ -126,7 +126,7 @@ def _is_plain(payload: bytes, max_depth: int) -> bool:
 
 
 def _has_lone_surrogate(text: bytes) -> bool:
-    """Whether grammatical JSON text has a `\\uD8xx` escape without its other half. Escaped backslashes are blanked
+    r"""Whether grammatical JSON text has a `\uD8xx` escape without its other half. Escaped backslashes are blanked
     first, as they may stand before an innocent "u"; blanked, not removed, or two halves could come to touch.
     """
     if b"\\ud" not in text and b"\\uD" not in text:

@@ -23,7 +23,7 @@ from deliveries.querysets import Claimed, Result
 from deliveries.services import judge, reclaim_lost, record_results
 from deliveries.transport import Outcome, Request, Transport
 from deliveries.wake import Listener
-from endpoints.addresses import Blocked
+from endpoints.addresses import Blocked, Target
 from endpoints.contracts import CONTRACTS, STANDARD, Contract
 from endpoints.models import Endpoint
 from endpoints.services import signing_keys
@@ -84,9 +84,11 @@ class Pump:
         deadline: float | None = None
         settled = False
         try:
-            while deadline is None or (self._claims and time.monotonic() < deadline):
+            while True:
                 if deadline is None and should_stop():
                     deadline = time.monotonic() + self._drain_seconds
+                if deadline is not None and not (self._claims and time.monotonic() < deadline):
+                    break
                 try:
                     if not settled:
                         settle_planner()
@@ -167,7 +169,7 @@ class Pump:
             self._refuse(trial, "webhook_secret_unavailable", "The endpoint has no signing secret that can be read.")
             return
         try:
-            host = _host(result.url)
+            target = _target(result.url)
         except Blocked as blocked:
             self._refuse(trial, "blocked_address", str(blocked))
             return
@@ -177,8 +179,8 @@ class Pump:
         self._transport.send(
             Request(
                 tag=trial,
-                url=result.url,
-                host=host,
+                url=target.url,
+                host=target.host,
                 headers=[*headers, *NOT_SENT],
                 body=row.payload,
                 deadline=contract.deadline,
@@ -254,7 +256,7 @@ class _Trial:
 
 
 @functools.lru_cache(maxsize=10_000)
-def _host(url: str) -> str:
-    """The host of a URL that the address rule lets pass. Raises Blocked."""
-    host: str = settings.ADDRESS_RULE.check_url(url).host
-    return host
+def _target(url: str) -> Target:
+    """Where a URL leads that the address rule lets pass. Raises Blocked."""
+    target: Target = settings.ADDRESS_RULE.check_url(url)
+    return target

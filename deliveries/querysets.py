@@ -117,7 +117,8 @@ WITH result AS (
 ), done AS (
     UPDATE deliveries_delivery delivery
     SET state = CASE WHEN result.state = 'pending' AND endpoint.status <> 'active' THEN 'held' ELSE result.state END,
-        due_at = CASE result.state WHEN 'pending' THEN now() + result.wait * interval '1 second' ELSE delivery.due_at END,
+        due_at = CASE result.state
+            WHEN 'pending' THEN now() + result.wait * interval '1 second' ELSE delivery.due_at END,
         finished_at = CASE WHEN result.state IN ('delivered', 'dead') THEN now() END,
         claim_token = NULL, lease_until = NULL,
         attempts_made = CASE WHEN attempted THEN result.number ELSE delivery.attempts_made END,

@@ -209,7 +209,7 @@ def reclaim_lost(limit: int = 500) -> int:
 
 
 def pause_endpoints(endpoints: models.QuerySet[Endpoint], *, actor: Actor, reason: str) -> int:
-    """Stops deliveries to these endpoints: what waits is held, and so is what comes. Returns how many were not paused."""
+    """Stops deliveries to these endpoints: what waits is held, and so is what comes. Returns how many it paused."""
     return _stop(endpoints, Endpoint.Status.PAUSED, actor, reason)
 
 

@@ -5,6 +5,7 @@ and answer. Redirects are not followed, no proxy or credential comes from the en
 and every address is checked when it is dialled.
 """
 
+import contextlib
 import errno
 import functools
 import re
@@ -179,10 +180,7 @@ class Transport:
     def watch(self, wake_fd: int | None) -> None:
         """Names the descriptor that also ends a wait when it becomes readable; `woken` then says so."""
         if self._wake_fd is not None:
-            try:
-                self._epoll.unregister(self._wake_fd)
-            except OSError:
-                pass  # closed, and so out of the set already
+            self._forget(self._wake_fd)
         self._wake_fd = wake_fd
         if wake_fd is not None:
             self._epoll.register(wake_fd, select.EPOLLIN)
@@ -263,7 +261,7 @@ class Transport:
         error, detail = "", message
         if code != pycurl.E_OK:
             final = status is not None and status >= 200
-            if final and (complete and code != pycurl.E_OPERATION_TIMEDOUT or code in _BAD_HEADER):
+            if final and ((complete and code != pycurl.E_OPERATION_TIMEDOUT) or code in _BAD_HEADER):
                 # The receiver has answered: what is wrong with the rest of its response changes nothing about that.
                 detail = "" if handle.received > handle.request.read_bytes else f"response body unreadable: {message}"
             else:
@@ -278,7 +276,7 @@ class Transport:
             error=error,
             detail=detail[:300],
             address=connected_to or handle.dialled,
-            timings=_timings(times, connected=bool(connected_to)),
+            timings=_timings(times, reached=bool(connected_to)),
             headers=headers,
             body=bytes(handle.body),
             truncated=handle.received > len(handle.body),
@@ -320,10 +318,7 @@ class Transport:
     def _on_socket(self, what: int, fd: int, _multi: Any, _data: Any) -> None:
         if what == pycurl.POLL_REMOVE:
             self._watched.discard(fd)
-            try:
-                self._epoll.unregister(fd)
-            except OSError:
-                pass  # closed by libcurl, and so out of the set already
+            self._forget(fd)
             return
         events = _EVENTS[what]
         if fd in self._watched:
@@ -331,6 +326,10 @@ class Transport:
         else:
             self._watched.add(fd)
             self._epoll.register(fd, events)
+
+    def _forget(self, fd: int) -> None:
+        with contextlib.suppress(OSError):  # it may be closed, and so out of the set already
+            self._epoll.unregister(fd)
 
     def _on_timer(self, milliseconds: int) -> None:
         self._timer = None if milliseconds < 0 else time.monotonic() + milliseconds / 1000
@@ -353,13 +352,13 @@ _TIMES = (
 )
 
 
-def _timings(times: list[int], *, connected: bool) -> Timings:
+def _timings(times: list[int], *, reached: bool) -> Timings:
     looked_up, connected, secured, ready, first_byte, total = times
     return Timings(
         lookup=looked_up or None,
         connect=connected - looked_up if connected > looked_up else None,
         tls=secured - connected if secured > connected else None,
-        wait=first_byte - ready if connected and first_byte > ready else None,
+        wait=first_byte - ready if reached and first_byte > ready else None,
         total=total,
     )
 

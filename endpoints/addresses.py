@@ -10,10 +10,11 @@ names change their answers. What two clients could read differently is refused; 
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Self
+from urllib.parse import quote
 
 import idna
 
@@ -103,12 +104,17 @@ class Blocked(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a URL leads: `host` in lower case, as A-labels, without the root's dot; `address` when it is a literal."""
+    """Where a URL leads: `host` in lower case, as A-labels, without the root's dot; `address` when it is a literal.
+
+    `url` is what to request: the host as here, all after it byte for byte, but for what is not ASCII, which becomes
+    percent-encoded UTF-8 (RFC 3987 section 3.1).
+    """
 
     scheme: str
     host: str
     port: int
     address: Address | None = None
+    url: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +153,7 @@ class AddressRule:
                 f"the URL contains {illegal!a}; spaces, control characters, invisible characters and backslashes "
                 "must be percent-encoded.",
             )
-        scheme, authority = self._split(url)
+        scheme, authority, rest = self._split(url)
         host, port = _split_port(authority, DEFAULT_PORTS[scheme])
         if host.startswith("["):
             address: Address | None = _read_ipv6(host)
@@ -161,7 +167,9 @@ class AddressRule:
             self.check_address(str(address))
         if port in self.denied_ports:
             raise Blocked("port_not_allowed", f"port {port} belongs to a protocol other than HTTP; use another port.")
-        return Target(scheme, name, port, address)
+        shown_host = f"[{name}]" if isinstance(address, IPv6Address) else name
+        shown_port = "" if port == DEFAULT_PORTS[scheme] else f":{port}"
+        return Target(scheme, name, port, address, f"{scheme}://{shown_host}{shown_port}{quote(rest, safe=_ASCII)}")
 
     def check_address(self, address: str, *, host: str = "") -> None:
         """Raise `Blocked` unless this address may be dialled, `host` being the canonical name it was resolved from.
@@ -187,8 +195,8 @@ class AddressRule:
             return ""
         return reason
 
-    def _split(self, url: str) -> tuple[str, str]:
-        """Scheme and authority. What else the URL holds is the receiver's business."""
+    def _split(self, url: str) -> tuple[str, str, str]:
+        """Scheme, authority, and the rest, which is the receiver's business."""
         scheme, colon, rest = url.partition(":")
         if not colon or not _SCHEME.fullmatch(scheme):
             raise Blocked("invalid_url", "the URL has no scheme; it must begin with https://.")
@@ -201,9 +209,10 @@ class AddressRule:
         if "#" in rest:
             raise Blocked("fragment_not_allowed", "a fragment (#...) is never sent; remove it.")
         authority = _END_OF_AUTHORITY.split(rest[2:], maxsplit=1)[0]
+        rest = rest[2 + len(authority) :]
         if "@" in authority:
             raise Blocked("userinfo_not_allowed", "a URL must not hold a user or a password; use a secret header.")
-        return scheme, authority
+        return scheme, authority, rest
 
     def _check_name(self, name: str) -> None:
         if name in self.allowed_hosts:
@@ -226,6 +235,7 @@ class AddressRule:
             )
 
 
+_ASCII = "".join(map(chr, range(0x21, 0x7F)))
 _OPEN_WITH_HOSTS = "an operator can allow it with ALLOWED_HOSTS"
 
 

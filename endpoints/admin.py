@@ -35,7 +35,7 @@ class AuditedAdmin(HubModelAdmin):
         obj.delete()
 
     def _record(self, request: HttpRequest, verb: str, obj: Any, changes: dict[str, Any] | None = None) -> None:
-        action = f"{self.opts.verbose_name.lower().replace(' ', '_')}.{verb}"
+        action = f"{str(self.opts.verbose_name).lower().replace(' ', '_')}.{verb}"
         tenant = None if isinstance(obj, Tenant) else obj.tenant
         record_audit(actor=Actor.of_request(request), action=action, of=obj, tenant=tenant, changes=changes)
 
@@ -52,6 +52,7 @@ class TenantAdmin(AuditedAdmin):
     list_display = ["name", "typeid", "created_at"]
     search_fields = ["name"]
     search_ids = {"ten": "id"}
+    fields = ["typeid", "name", "created_at"]
     readonly_fields = ["typeid", "created_at"]
     ordering = ["name"]
 
@@ -71,6 +72,7 @@ class ApiKeyAdmin(AuditedAdmin):
     list_select_related = ["tenant"]
     search_fields = ["name"]
     search_ids = {"whk": "id", "ten": "tenant_id"}
+    fields = ["typeid", "tenant", "name", "expires_at", "revoked_at", "created_at"]
     autocomplete_fields = ["tenant"]
     readonly_fields = ["typeid", "created_at", "revoked_at"]
     fixed_fields = ["tenant"]
@@ -111,6 +113,7 @@ class EventTypeAdmin(AuditedAdmin):
     list_select_related = ["tenant"]
     search_fields = ["name"]
     search_ids = {"ten": "tenant_id"}
+    fields = ["tenant", "name", "description", "created_at"]
     autocomplete_fields = ["tenant"]
     readonly_fields = ["created_at"]
     fixed_fields = ["tenant"]
@@ -119,6 +122,7 @@ class EventTypeAdmin(AuditedAdmin):
 class RotateForm(ReasonForm):
     """How long the secrets before go on signing."""
 
+    field_order = ["overlap", "reason"]
     overlap = forms.TypedChoiceField(
         coerce=int,
         choices=[(0, "none: the old secret has leaked"), (3600, "1 hour"), (86_400, "24 hours"), (604_800, "7 days")],
@@ -210,7 +214,7 @@ class EndpointAdmin(AuditedAdmin):
 class ActionFilter(admin.SimpleListFilter):
     """What was acted on. Fixed: asking the table which actions it holds would read all of it for each page."""
 
-    title = "action on"
+    title = "object"
     parameter_name = "on"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
@@ -238,7 +242,7 @@ class AuditEventAdmin(ReadOnlyAdmin):
     list_filter = [ActionFilter, "actor_kind"]
     search_fields = ["actor", "object_name"]
     search_help_text = "Actor, name, or id of what it was done to"
-    fields = [
+    readonly_fields = [
         "created_at",
         "actor_kind",
         "actor",
@@ -250,7 +254,7 @@ class AuditEventAdmin(ReadOnlyAdmin):
         "reason",
         "changed",
     ]
-    readonly_fields = fields
+    fields = (*readonly_fields,)
 
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str

@@ -1,6 +1,6 @@
 """Delivery contracts: what a sender promises its receivers, each one pure value. No Django, no clock, no I/O.
 
-`decide` turns a contract and the result of one attempt into a verdict; the pump, the API and the admin only read values.
+`decide` turns a contract and the result of one attempt into a verdict; everything else only reads values.
 """
 
 import calendar
@@ -118,7 +118,7 @@ _HTTP_DATES = tuple(
 
 
 def parse_retry_after(value: str | None, now: float) -> int | None:
-    """The seconds from `now` (Unix time) that a `Retry-After` value asks for, 0 for a past date, None for no valid value.
+    """The seconds from `now` (Unix time) that a `Retry-After` asks for: 0 for a past date, None for no valid value.
 
     RFC 9110 section 10.2.3: one or more ASCII digits, or an HTTP-date. Clamping is the contract's business.
     """

@@ -36,13 +36,13 @@ class Record(models.Model):
     class Meta:
         abstract = True
 
+    def __str__(self) -> str:
+        return self.typeid
+
     @property
     def typeid(self) -> str:
         """The key as people see it, `evt_...`."""
         return typeid(self.prefix, self.id)
-
-    def __str__(self) -> str:
-        return self.typeid
 
 
 class Tenant(Record):

@@ -138,13 +138,13 @@ def _add_secret(endpoint: Endpoint, secret: str) -> None:
 
 
 def signing_keys(sealed: Sequence[bytes]) -> list[bytes]:
-    """The key bytes of an endpoint's encrypted secrets; none when one of them cannot be decrypted.
+    """The key bytes of an endpoint's encrypted secrets; none when one of them cannot be decrypted, or is no secret.
 
     Nothing may be sent then: a receiver would see a request that is signed by less than it was promised.
     """
     try:
         return [_signing_key(one) for one in sealed]
-    except encryption.Unreadable:
+    except (encryption.Unreadable, signing.SecretError):
         return []
 
 

@@ -92,7 +92,7 @@ class Receiver:
             while raw := stream.readline().decode("latin-1").rstrip("\r\n"):
                 name, _, value = raw.partition(":")
                 headers.append((name, value.strip()))
-            length = int(dict((name.lower(), value) for name, value in headers).get("content-length", 0))
+            length = int({name.lower(): value for name, value in headers}.get("content-length", 0))
             return Received(line.decode("latin-1").strip(), headers, stream.read(length))
         except OSError:
             return None

@@ -250,3 +250,20 @@ def test_messages_do_not_repeat_what_a_url_may_keep_secret() -> None:
 def test_a_rule_cannot_be_changed() -> None:
     with pytest.raises(FrozenInstanceError):
         PRODUCTION.max_url_length = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("url", "requested"),
+    [
+        ("https://example.com", "https://example.com"),
+        ("https://Example.COM:443/A/../b?x=%2f&y=%7e", "https://example.com/A/../b?x=%2f&y=%7e"),
+        ("https://m\u00fcller.example/h\u00f6?\u00fc=1", "https://xn--mller-kva.example/h%C3%B6?%C3%BC=1"),
+        ("https://example.com:8443?x", "https://example.com:8443?x"),
+        (
+            "https://[2606:2800:21f:cb07:6820:80da:af6b:8b2c]:8443/x",
+            "https://[2606:2800:21f:cb07:6820:80da:af6b:8b2c]:8443/x",
+        ),
+    ],
+)
+def test_what_is_requested_is_the_url_in_ascii_and_otherwise_byte_for_byte(url, requested):
+    assert AddressRule().check_url(url).url == requested

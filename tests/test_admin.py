@@ -594,6 +594,7 @@ def test_a_replay_job_is_made_steps_and_is_cancelled(ops, endpoint):
         ({"states": []}, "This field is required"),
         ({"states": ["pending"]}, "Select a valid choice"),
         ({"endpoint": "nonsense"}, "not a valid UUID"),
+        ({"endpoint": str(uuid.UUID(int=0))}, "not one of the available choices"),
         (
             {
                 "created_after_0": "2026-01-02",
@@ -789,6 +790,13 @@ def test_nonsense_in_the_search_box_or_any_parameter_is_no_500(root, delivery, m
         for value in NONSENSE if "regex" not in name else NONSENSE[:4]:
             response = root.get(page(model, "changelist"), {name: value})
             assert response.status_code in {200, 302, 400}, (name, value)
+
+
+def test_nonsense_in_the_address_of_a_form_is_no_500(root):
+    for model, names in [("endpoints.endpoint", ["tenant", "url"]), ("deliveries.replayjob", ["endpoint", "rate"])]:
+        for name in names:
+            for value in NONSENSE:
+                assert root.get(page(model, "add"), {name: value}).status_code in {200, 400}, (name, value)
 
 
 def test_nonsense_for_the_choices_of_a_field_is_no_500(ops):

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 @pytest.fixture
 def receive(tenant, make_endpoint, pump, monkeypatch):
-    """Sends one event to a receiver with some switches, by a contract with a short deadline; returns what it printed."""
+    """Sends one event to a receiver with some switches, under a short deadline; returns what it printed."""
     short = dataclasses.replace(contracts.STANDARD, deadline=0.5)
     monkeypatch.setitem(contracts.CONTRACTS, "standard", short)
     servers = []

@@ -1,7 +1,7 @@
 """The admin site, and what its screens share: ids as people see them, bounded counts, buttons that ask first."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, update_wrapper
 from itertools import accumulate
@@ -12,7 +12,8 @@ from django import forms
 from django.contrib import admin, messages
 from django.contrib.admin.options import IncorrectLookupParameters
 from django.contrib.admin.views.autocomplete import AutocompleteJsonView
-from django.core.exceptions import BadRequest, PermissionDenied
+from django.contrib.admin.widgets import AdminTextInputWidget, AutocompleteSelect, RelatedFieldWidgetWrapper
+from django.core.exceptions import BadRequest, PermissionDenied, ValidationError
 from django.core.paginator import Paginator
 from django.db.models import PROTECT, Model, QuerySet
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
@@ -35,17 +36,17 @@ class HubAdminSite(admin.AdminSite):
     index_title = "Webhooks"
     site_url = None  # there is no other site to view
 
-    def admin_view(self, view: Callable[..., HttpResponse], cacheable: bool = False) -> Callable[..., HttpResponse]:
+    def admin_view(self, view: Any, cacheable: bool = False) -> Any:
         """Refuses NUL in a query string: PostgreSQL holds none in a text, and would fail on the comparison."""
 
-        def guarded(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+        def guarded(request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
             if any("\0" in value for values in request.GET.lists() for value in [values[0], *values[1]]):
                 raise BadRequest("NUL in the query string")
             return view(request, *args, **kwargs)
 
         return super().admin_view(update_wrapper(guarded, view), cacheable)
 
-    def autocomplete_view(self, request: HttpRequest) -> HttpResponse:
+    def autocomplete_view(self, request: HttpRequest) -> Any:
         """What the choice fields search."""
         return Choices.as_view(admin_site=self)(request)
 
@@ -67,7 +68,8 @@ class BoundedPaginator(Paginator[Any]):
     @cached_property
     def count(self) -> int:
         """The number of rows, or `most`."""
-        return int(self.object_list.order_by()[: self.most].count())  # type: ignore[union-attr]
+        rows: Any = self.object_list
+        return int(rows.order_by()[: self.most].count())
 
     @property
     def is_cut(self) -> bool:
@@ -78,13 +80,30 @@ class BoundedPaginator(Paginator[Any]):
 class ReasonForm(forms.Form):
     """Why it is done; kept in the audit."""
 
-    reason = forms.CharField(max_length=500, required=False)
+    reason = forms.CharField(max_length=500, required=False, widget=AdminTextInputWidget)
 
 
 class RequiredReasonForm(ReasonForm):
     """Why it is done, for what others will ask about."""
 
-    reason = forms.CharField(max_length=500)
+    reason = forms.CharField(max_length=500, widget=AdminTextInputWidget)
+
+
+class Search(AutocompleteSelect):
+    """A choice field that searches. What is no id is no choice: the stock one fails on it where ids are UUIDs."""
+
+    def optgroups(self, name: str, value: Sequence[str], attr: Any = None) -> Any:
+        """The options that are drawn: the one that is chosen."""
+        ids = [one for one in value if one and _is_value_of(self.field.target_field, one)]
+        return super().optgroups(name, ids, attr)
+
+
+def _is_value_of(field: Any, text: str) -> bool:
+    try:
+        field.to_python(text)
+    except ValidationError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -117,7 +136,8 @@ class HubModelAdmin(admin.ModelAdmin[Any]):
     list_max_show_all = 0
     paginator = BoundedPaginator
     actions = None
-    ordering = ("-id",)
+    ordering = ["-id"]
+    change_list_template = "admin/hub_change_list.html"
     change_form_template = "admin/hub_change_form.html"
     # Where a TypeID typed into the search box is looked up: its prefix -> the field.
     search_ids: ClassVar[dict[str, str]] = {}
@@ -165,6 +185,24 @@ class HubModelAdmin(admin.ModelAdmin[Any]):
         """What was set when the record was made stays."""
         return [*self.readonly_fields, *(self.fixed_fields if obj else [])]
 
+    def formfield_for_dbfield(self, db_field: Any, request: HttpRequest, **kwargs: Any) -> Any:
+        """Fields without the pop-ups that edit other records."""
+        field = super().formfield_for_dbfield(db_field, request, **kwargs)
+        if field and isinstance(field.widget, RelatedFieldWidgetWrapper):
+            field.widget = field.widget.widget
+        return field
+
+    def formfield_for_foreignkey(self, db_field: Any, request: HttpRequest, **kwargs: Any) -> Any:
+        """Choice fields that search, labelled as the other admin says."""
+        if db_field.name not in self.autocomplete_fields:
+            return super().formfield_for_foreignkey(db_field, request, **kwargs)
+        field: Any = super().formfield_for_foreignkey(
+            db_field, request, **kwargs, widget=Search(db_field, self.admin_site, using=kwargs.get("using"))
+        )
+        other = self.admin_site.get_model_admin(db_field.related_model)
+        field.label_from_instance = getattr(other, "choice_label", str)
+        return field
+
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         """Not what others refer to: Django would load all of them, only to say that they are in the way."""
         return super().has_delete_permission(request, obj) and not (obj and _is_referred_to(obj))
@@ -194,10 +232,11 @@ class HubModelAdmin(admin.ModelAdmin[Any]):
         obj = kwargs.get("obj")
         actions = [action for action in self.object_actions if obj and self._may(request, action, obj)]
         context["object_actions"] = [(action, action.why_not(obj)) for action in actions]
+        context.update(show_save_and_add_another=False, show_save_and_continue=False)
         return super().render_change_form(request, context, *args, **kwargs)
 
     def _may(self, request: HttpRequest, action: ObjectAction, obj: Any) -> bool:
-        return self.has_view_permission(request, obj) and request.user.has_perm(action.permission)  # type: ignore[union-attr]
+        return self.has_view_permission(request, obj) and request.user.has_perm(action.permission)
 
     def _action_view(self, action: ObjectAction) -> Callable[..., HttpResponse]:
         """Asks first; the answer to its own question carries `confirmed`, and is done."""
@@ -258,10 +297,11 @@ class ReadOnlyAdmin(HubModelAdmin):
 
 def _is_referred_to(obj: Model) -> bool:
     """Whether something that must not be lost refers to the object."""
+    relations: list[Any] = [one for one in obj._meta.get_fields(include_hidden=True) if one.auto_created]
     return any(
-        field.related_model._base_manager.filter(**{field.field.name: obj}).exists()
-        for field in obj._meta.get_fields(include_hidden=True)
-        if getattr(field, "on_delete", None) is PROTECT and field.auto_created
+        one.related_model._base_manager.filter(**{one.field.name: obj}).exists()
+        for one in relations
+        if getattr(one, "on_delete", None) is PROTECT
     )
 
 

@@ -110,7 +110,7 @@ MAX_KEY_CHARS = 255
 
 
 def parse_idempotency_key(value: str | None) -> str | None:
-    """The key in an `Idempotency-Key` field, quoted (the IETF draft) or bare (as most clients send it); None without one.
+    """The key in an `Idempotency-Key` field, quoted (the IETF draft) or bare (most clients); None without one.
 
     Raises Problem 400 for an empty, malformed or overlong one.
     """

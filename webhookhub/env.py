@@ -70,7 +70,7 @@ def env_list(name: str, default: str = "") -> list[str]:
 
 
 def env_secret(name: str, generate: Callable[[], str] | None = None, *, folder: Path) -> str:
-    """A secret. With `generate`, a missing one is made once and kept in `folder` (mode 0600); without, it is required."""
+    """A secret. With `generate` a missing one is made once and kept in `folder` (mode 0600), else it is required."""
     value = _read(name)
     if value:
         return value

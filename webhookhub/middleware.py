@@ -27,6 +27,7 @@ class ContentSecurityPolicy:
         self.get_response = get_response
 
     def __call__(self, request: HttpRequest) -> HttpResponse:
+        """Answers as the rest of Django does, with the header."""
         response = self.get_response(request)
         response.headers["Content-Security-Policy"] = POLICY
         return response

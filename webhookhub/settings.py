@@ -113,6 +113,7 @@ AUTH_PASSWORD_VALIDATORS = [
 
 LANGUAGE_CODE = "en-us"
 USE_I18N = False
+DATETIME_FORMAT = "j M Y H:i:s"
 TIME_ZONE = "UTC"
 USE_TZ = True
 
@@ -152,7 +153,7 @@ except ValueError as error:
 # The certificates that receivers' ones must lead to: a file of your own for a private authority.
 CA_BUNDLE = env_str("CA_BUNDLE", certifi.where())
 
-# --- Intake (deliveries/intake.py)
+# --- Intake: deliveries/intake.py
 INTAKE_BODY_BYTES = 1_048_576  # largest body of one POST /v1/events
 INTAKE_BODY_SECONDS = 15  # a body that has not arrived by then is refused
 INTAKE_GROUP = env_int("INTAKE_GROUP", 100, minimum=1)  # most events that share one commit

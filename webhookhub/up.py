@@ -43,7 +43,9 @@ def _check_free(name: str, port: int) -> None:
         socket.create_server(("127.0.0.1", port)).close()
     except OSError as error:
         reason = os.strerror(error.errno or 0)
-        raise SettingError(f"port {port} cannot be used: {reason}. Stop what uses it, or set {name} to another") from error
+        raise SettingError(
+            f"port {port} cannot be used: {reason}. Stop what uses it, or set {name} to another"
+        ) from error
 
 
 def _run(web: int, receiver: int) -> int:

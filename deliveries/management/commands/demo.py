@@ -17,7 +17,7 @@ from endpoints.services import SYSTEM, create_api_key, create_endpoint
 class Command(BaseCommand):
     """Makes them the first time; later finds them as they were. What it says is kept in var/demo.json (mode 0600)."""
 
-    help = "Makes a demo tenant with an API key, an endpoint at the demo receiver, and an ops user; prints how to use them."
+    help = "Makes a demo tenant with an API key and an endpoint, and an ops user; prints how to use them."
 
     def add_arguments(self, parser: CommandParser) -> None:
         """Where things listen."""
