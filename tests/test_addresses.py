@@ -257,7 +257,7 @@ def test_a_rule_cannot_be_changed() -> None:
     [
         ("https://example.com", "https://example.com"),
         ("https://Example.COM:443/A/../b?x=%2f&y=%7e", "https://example.com/A/../b?x=%2f&y=%7e"),
-        ("https://m\u00fcller.example/h\u00f6?\u00fc=1", "https://xn--mller-kva.example/h%C3%B6?%C3%BC=1"),
+        ("https://m\u00fcller.de/h\u00f6?\u00fc=1", "https://xn--mller-kva.de/h%C3%B6?%C3%BC=1"),
         ("https://example.com:8443?x", "https://example.com:8443?x"),
         (
             "https://[2606:2800:21f:cb07:6820:80da:af6b:8b2c]:8443/x",
