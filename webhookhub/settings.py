@@ -113,7 +113,7 @@ AUTH_PASSWORD_VALIDATORS = [
 
 LANGUAGE_CODE = "en-us"
 USE_I18N = False
-DATETIME_FORMAT = "j M Y H:i:s"
+FORMAT_MODULE_PATH = "webhookhub.formats"
 TIME_ZONE = "UTC"
 USE_TZ = True
 
