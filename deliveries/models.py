@@ -77,6 +77,7 @@ class Delivery(Record):
     claimed_at = models.DateTimeField(null=True)
     claim_token = models.UUIDField(null=True)
     lease_until = models.DateTimeField(null=True)
+    first_attempt_at = models.DateTimeField(null=True, help_text="Some contracts count from it.")
     attempts_made = models.PositiveSmallIntegerField(default=0)
     last_status = models.PositiveSmallIntegerField(null=True)
     last_error = models.CharField(max_length=40, blank=True, default="")

@@ -38,7 +38,6 @@ NOT_SENT = ("accept:", "expect:")  # what libcurl would add by itself
 POLL_SECONDS = 0.25  # how late work without a wake-up may be found
 BATCH_ROWS = 250  # most rows of one claim or record: a few milliseconds of the database's time
 GATHER_SECONDS = 0.005  # how long due rows and results gather into batches while requests are in flight
-PUT_BACK_SECONDS = 5.0  # until a delivery that we lacked descriptors or memory for is tried again
 RECLAIM_SECONDS = 5.0  # between looks for leases that ran out
 
 
@@ -155,7 +154,7 @@ class Pump:
             number=row.attempts_made + 1,
             url=row.url,
         )
-        trial = _Trial(result, row.endpoint_id, CONTRACTS.get(row.contract, STANDARD))
+        trial = _Trial(result, row.endpoint_id, CONTRACTS.get(row.contract, STANDARD), row.first_attempt_at)
         if row.endpoint_status == Endpoint.Status.ACTIVE and row.contract in CONTRACTS:
             self._start(trial, row, signing_keys(row.sealed))
         else:
@@ -208,17 +207,15 @@ class Pump:
         result.response_headers = outcome.headers
         result.response_body = outcome.body
         result.response_truncated = outcome.truncated
-        if outcome.error == "local_resource_exhausted":  # our own fault is no attempt
-            logger.error("a delivery is put back: %s", outcome.detail)
-            result.attempted, result.state, result.wait = False, Delivery.State.PENDING, PUT_BACK_SECONDS
-            self._keep(trial)
-            return
         self._judge(trial, outcome.header("retry-after"))
 
     def _judge(self, trial: "_Trial", retry_after: str | None) -> None:
-        verdict = judge(trial.contract, trial.result, retry_after, time.time())
+        first_started = trial.first_attempt_at or trial.result.started_at or datetime.now(UTC)
+        verdict = judge(trial.contract, trial.result, first_started=first_started, retry_after=retry_after)
         if verdict.action == "disable":
             self._gone.append(trial.endpoint_id)
+        elif verdict.action == "requeue":
+            logger.error("a delivery is put back: %s", trial.result.detail)
         self._keep(trial)
 
     def _keep(self, trial: "_Trial") -> None:
@@ -253,6 +250,7 @@ class _Trial:
     result: Result
     endpoint_id: uuid.UUID
     contract: Contract
+    first_attempt_at: datetime | None
 
 
 @functools.lru_cache(maxsize=10_000)

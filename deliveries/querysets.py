@@ -47,13 +47,15 @@ claimed AS (
     UPDATE deliveries_delivery delivery
     SET state = 'sending', claimed_at = now(), claim_token = %(token)s, lease_until = now() + %(lease)s
     FROM picked WHERE delivery.id = picked.id
-    RETURNING delivery.due_at, delivery.id, delivery.endpoint_id, delivery.attempts_made, delivery.event_id
+    RETURNING delivery.due_at, delivery.id, delivery.endpoint_id, delivery.attempts_made, delivery.event_id,
+              delivery.first_attempt_at
 )
 """
 # With all that a request needs, as it is now: a change to an endpoint counts from the next claim on.
 _CLAIMED_ROWS = """
 SELECT claimed.due_at, claimed.id, claimed.endpoint_id, claimed.attempts_made, claimed.event_id,
-       event.payload, event.content_type, endpoint.url, endpoint.contract, endpoint.status, secrets.sealed
+       claimed.first_attempt_at, event.payload, event.content_type,
+       endpoint.url, endpoint.contract, endpoint.status, secrets.sealed
 FROM claimed
 JOIN deliveries_event event ON event.id = claimed.event_id
 JOIN endpoints_endpoint endpoint ON endpoint.id = claimed.endpoint_id
@@ -84,7 +86,7 @@ WITH page AS MATERIALIZED (
 ), {_CLAIMED}
 {_CLAIMED_ROWS}
 UNION ALL (
-    SELECT due_at, id, endpoint_id, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL FROM page ORDER BY due_at, id
+    SELECT due_at, id, endpoint_id, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL FROM page ORDER BY due_at, id
 )
 """
 
@@ -121,6 +123,7 @@ WITH result AS (
             WHEN 'pending' THEN now() + result.wait * interval '1 second' ELSE delivery.due_at END,
         finished_at = CASE WHEN result.state IN ('delivered', 'dead') THEN now() END,
         claim_token = NULL, lease_until = NULL,
+        first_attempt_at = coalesce(delivery.first_attempt_at, CASE WHEN attempted THEN result.started_at END),
         attempts_made = CASE WHEN attempted THEN result.number ELSE delivery.attempts_made END,
         last_status = CASE WHEN attempted THEN result.status ELSE delivery.last_status END,
         last_error = CASE WHEN attempted THEN result.error ELSE delivery.last_error END
@@ -163,6 +166,7 @@ class Claimed(NamedTuple):
     endpoint_id: uuid.UUID
     attempts_made: int
     event_id: uuid.UUID
+    first_attempt_at: datetime | None
     payload: bytes
     content_type: str
     url: str

@@ -1,14 +1,17 @@
 """What is done with events and deliveries. Admin, API, jobs and commands all call these."""
 
 import logging
+import time
 import uuid
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from datetime import datetime
 
 import msgspec
 from django.db import DatabaseError, InterfaceError, OperationalError, connection, models, transaction
 from django.db.models.functions import Now
+from django.utils.timezone import now
 
 from deliveries.models import Delivery, Event, ReplayJob
 from deliveries.querysets import Result
@@ -16,7 +19,7 @@ from deliveries.wake import announce
 from endpoints.contracts import CONTRACTS, STANDARD, Contract, Verdict, decide
 from endpoints.models import Endpoint
 from endpoints.services import SYSTEM, Actor, record_audit, set_status
-from webhookhub.ids import uuid7
+from webhookhub.ids import typeid, uuid7
 
 logger = logging.getLogger(__name__)
 
@@ -117,21 +120,30 @@ def _earlier(item: NewEvent) -> Published | KeyReused | Refused:
 # --- Results of attempts
 
 
-def judge(contract: Contract, result: Result, retry_after: str | None, now: float) -> Verdict:
+# The state of a delivery after each verdict; all ways to end without success are one state to the queue.
+_STATES = {"delivered": Delivery.State.DELIVERED, "retry": Delivery.State.PENDING, "requeue": Delivery.State.PENDING}
+REQUEUE_SECONDS = 5.0  # until a delivery that we lacked descriptors or memory for is tried again
+
+
+def judge(contract: Contract, result: Result, *, first_started: datetime, retry_after: str | None) -> Verdict:
     """Sets state and wait of a result by the contract's verdict on it, and returns the verdict.
 
-    `now` is the end of the attempt in Unix seconds.
+    The attempt has ended now; `first_started` is the start of the delivery's first attempt.
     """
     verdict = decide(
         contract,
-        delivery=str(result.delivery_id),
+        delivery=typeid(Delivery.prefix, result.delivery_id),
         attempt=result.number,
+        first_started=int(first_started.timestamp() * 1000),
+        ended=int(time.time() * 1000),
         status=result.status,
+        error=result.error,
         retry_after=retry_after,
-        now=now,
     )
-    result.wait = verdict.wait
-    result.state = {"retry": "pending", "disable": "dead"}.get(verdict.action, verdict.action)
+    result.state = _STATES.get(verdict.action, Delivery.State.DEAD)
+    result.wait = verdict.wait / 1000
+    if verdict.action == "requeue":
+        result.attempted, result.wait = False, REQUEUE_SECONDS
     return verdict
 
 
@@ -196,7 +208,9 @@ def reclaim_lost(limit: int = 500) -> int:
                 error="interrupted",
                 detail="The worker stopped during this attempt; the receiver may or may not have got it.",
             )
-            judge(CONTRACTS.get(delivery.endpoint.contract, STANDARD), result, None, 0.0)
+            contract = CONTRACTS.get(delivery.endpoint.contract, STANDARD)
+            first_started = delivery.first_attempt_at or delivery.claimed_at or now()
+            judge(contract, result, first_started=first_started, retry_after=None)
             result.wait = 0.0
             results.append(result)
         if results:

@@ -1,55 +1,205 @@
 """Delivery contracts: what a sender promises its receivers, each one pure value. No Django, no clock, no I/O.
 
-`decide` turns a contract and the result of one attempt into a verdict; everything else only reads values.
+`decide` turns a contract, the history of a delivery and the result of one attempt into a verdict; everything else only
+reads values. Moments and waits are whole milliseconds, so that a schedule is the same everywhere.
 """
 
 import calendar
 import hashlib
 import re
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
-Action = Literal["delivered", "retry", "dead", "disable"]
+Action = Literal["delivered", "retry", "exhausted", "terminal", "disable", "requeue"]
 
 SATURATION = 2**31  # seconds; RFC 9111 section 1.2.2: larger delays are this one
-DAY = 86_400
+MINUTE, HOUR, DAY = 60, 3_600, 86_400  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """When an attempt comes: `least` milliseconds and one of `draws` equally likely multiples of `grain` on top.
+
+    `nominal` is the time that the contract's text names.
+    """
+
+    nominal: int
+    least: int
+    draws: int = 1
+    grain: int = 1
+
+    @classmethod
+    def around(cls, seconds: int, *, early: int = 0, late: int = 0) -> Self:
+        """A time of so many seconds, spread by percentages of it before and after."""
+        milliseconds = seconds * 1000
+        spread = milliseconds * (early + late) // 100
+        return cls(milliseconds, milliseconds * (100 - early) // 100, max(spread, 1))
+
+    @property
+    def most(self) -> int:
+        """The latest time that can be drawn."""
+        return self.least + (self.draws - 1) * self.grain
+
+    def at(self, number: int) -> int:
+        """The time for a drawn number in [0, 2**64)."""
+        return self.least + (self.draws * number >> 64) * self.grain
+
+
+@dataclass(frozen=True, slots=True)
+class RetryAfter:
+    """What a `Retry-After` does: on which statuses (None: on all but 2xx), clamped to how many seconds.
+
+    It takes the place of the scheduled time, or the later of the two counts; `late` percent are added by the draw, so
+    that not all come back at one second.
+    """
+
+    statuses: frozenset[int] | None
+    least: int
+    most: int
+    replaces: bool = False
+    late: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """The promises of one contract. Times are in seconds, sizes in bytes.
+    """The promises of one contract.
 
-    `waits[n - 1]` is the wait between the end of failed attempt n and attempt n + 1, spread by ±`jitter` (a share of
-    it). `retry_after_on` are the statuses whose `Retry-After` may lengthen a wait, up to `retry_after_cap`.
+    `steps[n - 2]` says when attempt n comes: counted from the end of the attempt before, or with `from_first` from the
+    start of the first one (then one that has passed comes `overdue` milliseconds after the end of the attempt).
+    Numbers are drawn from `delivery:k`, k = attempts made + `draw_offset`. `terminal` statuses and `terminal_errors`
+    end a delivery at once; those of `disable_on` its endpoint too, and so do `disable_after` dead deliveries in a row.
+    Deadline and windows are in seconds, sizes in bytes.
     """
 
     name: str
     title: str
-    waits: tuple[int, ...]
-    jitter: float
-    retry_after_on: frozenset[int]
-    retry_after_cap: int
-    disable_on: frozenset[int]
-    deadline: float
-    read_bytes: int
-    keep_bytes: int
-    signature: str
+    steps: tuple[Step, ...]
+    from_first: bool = False
+    draw_offset: int = 0
+    overdue: int = 0
+    retry_after: RetryAfter | None = None
+    terminal: frozenset[int] = frozenset()
+    terminal_errors: frozenset[str] = frozenset()
+    disable_on: frozenset[int] = frozenset()
+    disable_after: int | None = None
+    deadline: float = 15.0
+    read_bytes: int = 65_536
+    keep_bytes: int = 4_096
+    replay_window: int | None = None
+    signature: str = "standard-webhooks"
+    states: tuple[tuple[Action, str], ...] = (("exhausted", "dead"), ("terminal", "dead"), ("disable", "dead"))
+    coarse_errors: bool = False
 
     @property
     def max_attempts(self) -> int:
-        """How many attempts a delivery gets before it is dead."""
-        return len(self.waits) + 1
+        """How many attempts a delivery gets."""
+        return len(self.steps) + 1
+
+    def without_spread(self) -> Self:
+        """The same contract with every attempt at the time that its text names."""
+        return replace(self, steps=tuple(Step(step.nominal, step.nominal) for step in self.steps))
+
+    def state_after(self, action: Action) -> str:
+        """The contract's own word for a final state."""
+        return dict(self.states).get(action, "succeeded" if action == "delivered" else "pending")
+
+    def may_replay(self, age: float) -> bool:
+        """Whether a delivery whose last attempt is `age` seconds ago may be replayed."""
+        return self.replay_window is None or age <= self.replay_window
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of a delivery. `wait` (seconds from the end of the attempt) is set when `action` is `retry`.
+    """What becomes of a delivery. `wait` (milliseconds from the end of the attempt) is set when `action` is `retry`.
 
-    `disable` is `dead` for this delivery, and no more for its endpoint.
+    `exhausted`, `terminal` and `disable` end it; `disable` also its endpoint. `requeue` is a fault of ours, which is no
+    attempt.
     """
 
     action: Action
-    wait: float = 0.0
+    wait: int = 0
+
+
+def decide(
+    contract: Contract,
+    *,
+    delivery: str,
+    attempt: int,
+    first_started: int,
+    ended: int,
+    status: int | None,
+    error: str = "",
+    retry_after: str | None = None,
+) -> Verdict:
+    """What the contract says after a delivery's attempt number `attempt` (from 1).
+
+    `status` is the final HTTP status, or None with the word for it in `error`; `retry_after` the header's value as it
+    came; `first_started` and `ended` Unix milliseconds. The same delivery and attempt always get the same answer.
+    """
+    if status is not None and 200 <= status <= 299:
+        return Verdict("delivered")
+    if error == "local_resource_exhausted":
+        return Verdict("requeue")
+    if status in contract.disable_on:
+        return Verdict("disable")
+    if status in contract.terminal or error in contract.terminal_errors:
+        return Verdict("terminal")
+    if attempt >= contract.max_attempts:
+        return Verdict("exhausted")
+    number = draw(delivery, attempt + contract.draw_offset)
+    wait = contract.steps[attempt - 1].at(number)
+    if contract.from_first:
+        wait = first_started + wait - ended
+        wait = wait if wait > 0 else contract.overdue
+    rule = contract.retry_after
+    if rule and status is not None and (rule.statuses is None or status in rule.statuses):
+        asked = parse_retry_after(retry_after, ended / 1000)
+        if asked is not None:
+            asked = min(max(asked, rule.least), rule.most) * 1000
+            asked += asked * rule.late * number // 100 >> 64
+            wait = asked if rule.replaces else max(wait, asked)
+    return Verdict("retry", wait)
+
+
+def draw(delivery: str, number: int) -> int:
+    """A number in [0, 2**64) that is always the same: the first 8 bytes of SHA-256 of `delivery:number`."""
+    return int.from_bytes(hashlib.sha256(f"{delivery}:{number}".encode()).digest()[:8], "big")
+
+
+# The few words of contracts that tell a receiver's owner no more than what it can act on.
+_COARSE = {
+    "dns_nxdomain": "dns_nxdomain",
+    "dns_no_address": "dns_nxdomain",
+    "dns_timeout": "timeout",
+    "connect_timeout": "timeout",
+    "read_timeout": "timeout",
+    "total_timeout": "timeout",
+    "webhook_secret_unavailable": "webhook_secret_unavailable",
+    "endpoint_inactive": "endpoint_inactive",
+    "endpoint_deleted": "endpoint_inactive",
+    "webhooks_not_enabled": "webhooks_not_enabled",
+}
+
+
+def last_error(contract: Contract, *, status: int | None, error: str, reason: str = "") -> str:
+    """The contract's word for what went wrong: `http_<status>`, or an error's; `reason` is the address rule's."""
+    if status is not None:
+        return f"http_{status}"
+    if error == "blocked_address" and contract.coarse_errors:
+        return f"blocked_endpoint_host:{reason}"
+    return _COARSE.get(error, "transport_error") if contract.coarse_errors else error
+
+
+def dead_in_a_row(contract: Contract, before: int, outcome: Action | Literal["unsent"]) -> tuple[int, bool]:
+    """An endpoint's run of dead deliveries after one more outcome, and whether it is to be disabled for it.
+
+    `unsent` is a delivery that went dead because its endpoint or its tenant was switched off; it does not count.
+    """
+    if outcome == "delivered":
+        return 0, False
+    if outcome not in ("exhausted", "terminal", "disable"):
+        return before, False
+    return before + 1, before + 1 == contract.disable_after
 
 
 # Standard Webhooks, https://github.com/standard-webhooks/standard-webhooks: its schedule (each wait counts from the
@@ -57,49 +207,68 @@ class Verdict:
 STANDARD = Contract(
     name="standard",
     title="Standard Webhooks",
-    waits=(5, 300, 1800, 7200, 18_000, 36_000, 50_400, 72_000, DAY),
-    jitter=0.1,
-    retry_after_on=frozenset({429, 503}),
-    retry_after_cap=DAY,
+    steps=tuple(
+        Step.around(seconds, early=10, late=10)
+        for seconds in (5, 5 * MINUTE, 30 * MINUTE, 2 * HOUR, 5 * HOUR, 10 * HOUR, 14 * HOUR, 20 * HOUR, DAY)
+    ),
+    retry_after=RetryAfter(frozenset({429, 503}), least=0, most=DAY, late=10),
     disable_on=frozenset({410}),
-    deadline=15.0,
-    read_bytes=65_536,
-    keep_bytes=4_096,
-    signature="standard-webhooks",
 )
 
+_SWITCHED_OFF = frozenset({"endpoint_inactive", "endpoint_deleted", "webhooks_not_enabled"})
+
+# The sender/receiver coordination brief. Of the statuses that its text leaves out, 1xx and the 5xx that pass are tried
+# again, and what needs a person is terminal.
+BRIEF = Contract(
+    name="brief",
+    title="Coordination brief",
+    steps=(
+        *(Step.around(seconds, early=20, late=20) for seconds in (30, 60, 120, 240)),
+        Step.around(480, early=20),  # capped at 480 s: only downwards
+    ),
+    retry_after=RetryAfter(frozenset({429}), least=1, most=DAY, replaces=True),
+    terminal=frozenset({*range(300, 500), 501, 505, 506, 508, 510, 511} - {408, 425, 429}),
+    terminal_errors=_SWITCHED_OFF | {"blocked_address"},
+    replay_window=72 * HOUR,
+    states=(("exhausted", "exhausted"), ("terminal", "terminal")),
+)
+
+BETTERSTOOD = Contract(
+    name="betterstood",
+    title="Betterstood",
+    steps=tuple(
+        Step.around(seconds, early=10, late=10)
+        for seconds in (MINUTE, 5 * MINUTE, 30 * MINUTE, 2 * HOUR, 6 * HOUR, 24 * HOUR, 72 * HOUR)
+    ),
+    from_first=True,
+    draw_offset=1,
+    overdue=MINUTE * 1000,
+    retry_after=RetryAfter(None, least=MINUTE, most=DAY),
+    terminal_errors=_SWITCHED_OFF,
+    disable_on=frozenset({410}),
+    deadline=10.0,
+    keep_bytes=0,
+    replay_window=30 * DAY,
+    states=(("exhausted", "dead_letter"), ("terminal", "dead_letter"), ("disable", "dead_letter")),
+)
+
+KINGMINOS = Contract(
+    name="kingminos",
+    title="KingMinos",
+    steps=(
+        Step(60_000, 60_000, draws=301, grain=1000),  # "plus 0-300 seconds of per-delivery jitter"
+        *(Step.around(seconds) for seconds in (120, 240, 480, 960, 1_800, 3_600)),
+    ),
+    terminal=frozenset({404, 413}),
+    terminal_errors=_SWITCHED_OFF | {"blocked_address"},
+    disable_after=20,
+    deadline=10.0,
+    coarse_errors=True,
+)
+
+# Those that an endpoint may follow. The three after the first stand here with their schedules and verdicts; each is
+# offered as soon as all that its text promises works.
 CONTRACTS: dict[str, Contract] = {contract.name: contract for contract in (STANDARD,)}
-
-
-def decide(
-    contract: Contract, *, delivery: str, attempt: int, status: int | None, retry_after: str | None, now: float
-) -> Verdict:
-    """What the contract says after the `attempt`-th counted attempt (from 1) of a delivery.
-
-    `status` is the final HTTP status, or None when there was no usable answer; `retry_after` the header's value as it
-    came; `now` the end of the attempt in Unix seconds. Draws for the same delivery and attempt are the same each time.
-    """
-    if status is not None and 200 <= status <= 299:
-        return Verdict("delivered")
-    if status in contract.disable_on:
-        return Verdict("disable")
-    if attempt > len(contract.waits):
-        return Verdict("dead")
-    base = contract.waits[attempt - 1]
-    share = draw(delivery, attempt)
-    wait = base * (1 - contract.jitter + 2 * contract.jitter * share)
-    if status in contract.retry_after_on:
-        asked = parse_retry_after(retry_after, now)
-        if asked is not None:
-            # Never sooner than asked; the spread comes on top, so that receivers are not met by all at one second.
-            asked = min(asked, contract.retry_after_cap)
-            wait = max(wait, asked * (1 + contract.jitter * share))
-    return Verdict("retry", wait)
-
-
-def draw(delivery: str, number: int) -> float:
-    """A number in [0, 1) that is always the same for a delivery and a number: SHA-256 of `delivery:number`."""
-    return int.from_bytes(hashlib.sha256(f"{delivery}:{number}".encode()).digest()[:8], "big") / 2**64
 
 
 _MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
