@@ -67,6 +67,7 @@ class Delivery(Record):
     event = models.ForeignKey(Event, on_delete=models.CASCADE, related_name="deliveries")
     endpoint = models.ForeignKey(Endpoint, on_delete=models.PROTECT, related_name="+", db_index=False)
     state = models.CharField(max_length=10, choices=State, default=State.PENDING)
+    contract = models.CharField(max_length=70, help_text="Key of the contract it started with, and keeps to.")
     trigger = models.CharField(max_length=10, choices=Trigger, default=Trigger.AUTOMATIC)
     replay_of = models.ForeignKey("self", on_delete=models.SET_NULL, null=True, related_name="replays", db_index=False)
     replay_job = models.ForeignKey(

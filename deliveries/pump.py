@@ -24,10 +24,10 @@ from deliveries.services import judge, reclaim_lost, record_results
 from deliveries.transport import Outcome, Request, Transport
 from deliveries.wake import Listener
 from endpoints.addresses import Blocked, Target
-from endpoints.contracts import CONTRACTS, STANDARD, Contract
+from endpoints.contracts import STANDARD, Contract
 from endpoints.models import Endpoint
-from endpoints.services import signing_keys
-from endpoints.signing import SCHEMES
+from endpoints.services import contract_of, signing_keys
+from endpoints.signing import SCHEMES, Key
 from webhookhub.database import settle_planner
 from webhookhub.ids import typeid, uuid7
 
@@ -154,15 +154,16 @@ class Pump:
             number=row.attempts_made + 1,
             url=row.url,
         )
-        trial = _Trial(result, row.endpoint_id, CONTRACTS.get(row.contract, STANDARD), row.first_attempt_at)
-        if row.endpoint_status == Endpoint.Status.ACTIVE and row.contract in CONTRACTS:
-            self._start(trial, row, signing_keys(row.sealed))
+        contract = contract_of(row.contract)
+        trial = _Trial(result, row.endpoint_id, contract or STANDARD, row.first_attempt_at)
+        if contract and row.endpoint_status == Endpoint.Status.ACTIVE:
+            self._start(trial, row, signing_keys(row.sealed, trial.contract.signature))
         else:
             # It was paused between the fan-out and the claim, or follows a contract that this release does not know.
             result.attempted = False
             self._keep(trial)
 
-    def _start(self, trial: "_Trial", row: Claimed, keys: Sequence[bytes]) -> None:
+    def _start(self, trial: "_Trial", row: Claimed, keys: Sequence[Key]) -> None:
         contract, result = trial.contract, trial.result
         if not keys:
             self._refuse(trial, "webhook_secret_unavailable", "The endpoint has no signing secret that can be read.")

@@ -31,13 +31,15 @@ WITH input AS (
     ON CONFLICT (tenant_id, caller_key) WHERE caller_key IS NOT NULL DO NOTHING
     RETURNING id
 ), fan_out AS (
-    INSERT INTO deliveries_delivery (id, event_id, endpoint_id, state, trigger, attempts_made, last_error)
-    SELECT hub_uuid7(), input.id, endpoint.id,
+    INSERT INTO deliveries_delivery (id, event_id, endpoint_id, contract, state, trigger, attempts_made, last_error)
+    SELECT hub_uuid7(), input.id, endpoint.id, coalesce(contract.key, endpoint.contract),
            CASE endpoint.status WHEN 'active' THEN 'pending' ELSE 'held' END, 'automatic', 0, ''
     FROM stored
     JOIN input USING (id)
     JOIN endpoints_endpoint endpoint
       ON endpoint.tenant_id = input.tenant_id AND endpoint.event_types && input.patterns::varchar[]
+    LEFT JOIN unnest(%(contract_names)s::text[], %(contract_keys)s::text[]) AS contract (name, key)
+      ON contract.name = endpoint.contract
 )
 SELECT id FROM stored
 """
@@ -48,19 +50,19 @@ claimed AS (
     SET state = 'sending', claimed_at = now(), claim_token = %(token)s, lease_until = now() + %(lease)s
     FROM picked WHERE delivery.id = picked.id
     RETURNING delivery.due_at, delivery.id, delivery.endpoint_id, delivery.attempts_made, delivery.event_id,
-              delivery.first_attempt_at
+              delivery.first_attempt_at, delivery.contract
 )
 """
 # With all that a request needs, as it is now: a change to an endpoint counts from the next claim on.
 _CLAIMED_ROWS = """
 SELECT claimed.due_at, claimed.id, claimed.endpoint_id, claimed.attempts_made, claimed.event_id,
        claimed.first_attempt_at, event.payload, event.content_type,
-       endpoint.url, endpoint.contract, endpoint.status, secrets.sealed
+       endpoint.url, claimed.contract, endpoint.status, secrets.sealed
 FROM claimed
 JOIN deliveries_event event ON event.id = claimed.event_id
 JOIN endpoints_endpoint endpoint ON endpoint.id = claimed.endpoint_id
 CROSS JOIN LATERAL (
-    SELECT coalesce(array_agg(sealed ORDER BY id), '{}') AS sealed FROM endpoints_endpointsecret
+    SELECT coalesce(array_agg(sealed ORDER BY id DESC), '{}') AS sealed FROM endpoints_endpointsecret
     WHERE endpoint_id = claimed.endpoint_id AND (expires_at IS NULL OR expires_at > now())
 ) secrets
 """
@@ -222,13 +224,14 @@ class Lagging:
 class EventQuerySet(models.QuerySet["Event"]):
     """Events."""
 
-    def store(self, columns: Mapping[str, Sequence[Any]]) -> set[uuid.UUID]:
-        """Stores events, given by column, with their deliveries, in one statement.
+    def store(self, columns: Mapping[str, Sequence[Any]], contracts: Mapping[str, str]) -> set[uuid.UUID]:
+        """Stores events, given by column, with their deliveries, in one statement. `contracts` has keys by name.
 
         Returns the ids that were stored; the others' tenants had used their caller_key before. One event that the
         database refuses fails the whole statement.
         """
-        return {row[0] for row in run(self.db, STORE_EVENTS, columns)}
+        params = {**columns, "contract_names": list(contracts), "contract_keys": list(contracts.values())}
+        return {row[0] for row in run(self.db, STORE_EVENTS, params)}
 
 
 class DeliveryQuerySet(models.QuerySet["Delivery"]):

@@ -16,9 +16,9 @@ from django.utils.timezone import now
 from deliveries.models import Delivery, Event, ReplayJob
 from deliveries.querysets import Result
 from deliveries.wake import announce
-from endpoints.contracts import CONTRACTS, STANDARD, Contract, Verdict, decide
+from endpoints.contracts import STANDARD, Contract, Verdict, decide
 from endpoints.models import Endpoint
-from endpoints.services import SYSTEM, Actor, record_audit, set_status
+from endpoints.services import SYSTEM, Actor, contract_keys, contract_of, record_audit, set_status
 from webhookhub.ids import typeid, uuid7
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ def publish_events(items: Sequence[NewEvent]) -> list[Published | KeyReused | Re
     try:
         # One statement is a transaction of its own; within a caller's it needs a savepoint, to be refused alone.
         with transaction.atomic() if connection.in_atomic_block else nullcontext():
-            stored = Event.objects.all().store(_columns(items))
+            stored = Event.objects.all().store(_columns(items), contract_keys())
     except (OperationalError, InterfaceError) as error:
         logger.error("%d events refused, the database is away: %s", len(items), error)
         return [Refused(transient=True)] * len(items)
@@ -208,7 +208,7 @@ def reclaim_lost(limit: int = 500) -> int:
                 error="interrupted",
                 detail="The worker stopped during this attempt; the receiver may or may not have got it.",
             )
-            contract = CONTRACTS.get(delivery.endpoint.contract, STANDARD)
+            contract = contract_of(delivery.contract) or STANDARD
             first_started = delivery.first_attempt_at or delivery.claimed_at or now()
             judge(contract, result, first_started=first_started, retry_after=None)
             result.wait = 0.0
@@ -270,6 +270,7 @@ def replay_delivery(*, delivery: Delivery, actor: Actor, reason: str = "") -> De
         new = Delivery.objects.create(
             event_id=old.event_id,
             endpoint_id=old.endpoint_id,
+            contract=contract_keys().get(old.endpoint.contract, old.endpoint.contract),
             state=Delivery.State.PENDING if active else Delivery.State.HELD,
             trigger=Delivery.Trigger.MANUAL,
             replay_of=old,
@@ -339,10 +340,12 @@ def step_replay_job(job_id: uuid.UUID, limit: int) -> int | None:
             found = found.filter(id__gt=job.position)
         page = list(found.values_list("id", "event_id")[:limit])
         active = job.endpoint.status == Endpoint.Status.ACTIVE
+        contract = contract_keys().get(job.endpoint.contract, job.endpoint.contract)
         Delivery.objects.bulk_create(
             Delivery(
                 event_id=event_id,
                 endpoint_id=job.endpoint_id,
+                contract=contract,
                 state=Delivery.State.PENDING if active else Delivery.State.HELD,
                 trigger=Delivery.Trigger.REPLAY,
                 replay_of_id=old_id,

@@ -5,10 +5,13 @@ reads values. Moments and waits are whole milliseconds, so that a schedule is th
 """
 
 import calendar
+import functools
 import hashlib
 import re
 from dataclasses import dataclass, replace
 from typing import Literal, Self
+
+import msgspec
 
 Action = Literal["delivered", "retry", "exhausted", "terminal", "disable", "requeue"]
 
@@ -159,6 +162,22 @@ def decide(
             asked += asked * rule.late * number // 100 >> 64
             wait = asked if rule.replaces else max(wait, asked)
     return Verdict("retry", wait)
+
+
+def definition(contract: Contract) -> str:
+    """The whole contract as JSON, always the same text for the same contract."""
+    return msgspec.json.encode(contract, order="deterministic").decode()
+
+
+def from_definition(text: str) -> Contract:
+    """The contract that `definition` wrote. Raises msgspec.ValidationError for what this release cannot honour."""
+    return msgspec.json.decode(text, type=Contract)
+
+
+@functools.cache
+def key_of(contract: Contract) -> str:
+    """What tells this contract from one of the same name with other content: `standard@5f0c...`."""
+    return f"{contract.name}@{hashlib.sha256(definition(contract).encode()).hexdigest()[:12]}"
 
 
 def draw(delivery: str, number: int) -> int:

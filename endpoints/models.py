@@ -78,6 +78,17 @@ class ApiKey(Record):
         return self.name
 
 
+class ContractVersion(models.Model):
+    """A contract as deliveries under way follow it, whatever becomes of the one of its name. Rows are only added."""
+
+    key = models.CharField(max_length=70, primary_key=True)
+    definition = models.TextField()
+    created_at = models.DateTimeField(db_default=Now(), editable=False)
+
+    def __str__(self) -> str:
+        return self.key
+
+
 class EventType(Record):
     """An entry of a tenant's catalogue: what an event of this type means."""
 

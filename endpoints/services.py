@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
 
+import msgspec
 from django.conf import settings
 from django.db import models, transaction
 from django.db.models.functions import Now
 from django.http import HttpRequest
 
-from endpoints import encryption, signing
-from endpoints.models import ApiKey, AuditEvent, Endpoint, EndpointSecret, Record, Tenant
+from endpoints import contracts, encryption, signing
+from endpoints.models import ApiKey, AuditEvent, ContractVersion, Endpoint, EndpointSecret, Record, Tenant
 from webhookhub.ids import parse_typeid
 
 
@@ -104,9 +105,10 @@ def create_endpoint(*, endpoint: Endpoint, actor: Actor, secret: str | None = No
 
     Raises ValidationError (URL, event types) or signing.SecretError; then nothing is stored.
     """
-    secret = secret or signing.generate_secret()
-    signing.parse_secret(secret)
     endpoint.full_clean()
+    scheme = _scheme_of(endpoint)
+    secret = secret or scheme.generate_secret()
+    scheme.parse_secret(secret)
     with transaction.atomic():
         endpoint.save(force_insert=True)
         _add_secret(endpoint, secret)
@@ -118,7 +120,7 @@ def create_endpoint(*, endpoint: Endpoint, actor: Actor, secret: str | None = No
 
 def rotate_secret(*, endpoint: Endpoint, actor: Actor, overlap: timedelta, reason: str = "") -> str:
     """Adds a new signing secret and returns it; the ones before sign along for `overlap` and not after."""
-    secret = signing.generate_secret()
+    secret = _scheme_of(endpoint).generate_secret()
     with transaction.atomic():
         EndpointSecret.objects.valid().filter(endpoint=endpoint).update(expires_at=Now() + overlap)
         _add_secret(endpoint, secret)
@@ -133,24 +135,64 @@ def rotate_secret(*, endpoint: Endpoint, actor: Actor, overlap: timedelta, reaso
     return secret
 
 
+def _scheme_of(endpoint: Endpoint) -> signing.Scheme:
+    return signing.SCHEMES[contracts.CONTRACTS[endpoint.contract].signature]
+
+
 def _add_secret(endpoint: Endpoint, secret: str) -> None:
     EndpointSecret.objects.create(endpoint=endpoint, sealed=encryption.seal(secret, settings.ENCRYPTION_KEYS))
 
 
-def signing_keys(sealed: Sequence[bytes]) -> list[bytes]:
-    """The key bytes of an endpoint's encrypted secrets; none when one of them cannot be decrypted, or is no secret.
+def signing_keys(sealed: Sequence[bytes], scheme: str) -> list[signing.Key]:
+    """The keys of an endpoint's encrypted secrets for a signature scheme; none when one of them cannot be had.
 
     Nothing may be sent then: a receiver would see a request that is signed by less than it was promised.
     """
     try:
-        return [_signing_key(one) for one in sealed]
+        return [_signing_key(one, scheme) for one in sealed]
     except (encryption.Unreadable, signing.SecretError):
         return []
 
 
 @functools.lru_cache(maxsize=10_000)  # a pump opens the same few secrets for every request it signs
-def _signing_key(sealed: bytes) -> bytes:
-    return signing.parse_secret(encryption.unseal(sealed, settings.ENCRYPTION_KEYS))
+def _signing_key(sealed: bytes, scheme: str) -> signing.Key:
+    return signing.SCHEMES[scheme].parse_secret(encryption.unseal(sealed, settings.ENCRYPTION_KEYS))
+
+
+# --- Contracts
+
+_stored: set[str] = set()  # keys whose rows this process knows to be there
+
+
+def contract_keys() -> dict[str, str]:
+    """The key of every contract that an endpoint may follow, by name; new ones are kept for who needs them later."""
+    keys = {name: contracts.key_of(contract) for name, contract in contracts.CONTRACTS.items()}
+    if missing := set(keys.values()) - _stored:
+        known = contracts.CONTRACTS.items()
+        versions = [ContractVersion(key=keys[name], definition=contracts.definition(one)) for name, one in known]
+        ContractVersion.objects.bulk_create([one for one in versions if one.key in missing], ignore_conflicts=True)
+        transaction.on_commit(lambda: _stored.update(missing))
+    return keys
+
+
+def contract_of(key: str) -> contracts.Contract | None:
+    """The contract of a key: that of the name as it was when the key was given. None when nobody knows it any more.
+
+    A name alone is the contract that has the name now.
+    """
+    name, _, fingerprint = key.partition("@")
+    current = contracts.CONTRACTS.get(name)
+    if current and (not fingerprint or contracts.key_of(current) == key):
+        return current
+    try:
+        return _earlier_contract(key)
+    except (ContractVersion.DoesNotExist, msgspec.ValidationError):
+        return None
+
+
+@functools.lru_cache(maxsize=1_000)
+def _earlier_contract(key: str) -> contracts.Contract:
+    return contracts.from_definition(ContractVersion.objects.get(key=key).definition)
 
 
 def set_status(

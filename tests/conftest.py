@@ -7,6 +7,7 @@ import pytest
 
 from deliveries.models import Delivery
 from deliveries.pump import Pump
+from endpoints import services
 from endpoints.models import ApiKey, Endpoint, Tenant
 from endpoints.services import SYSTEM, create_api_key, create_endpoint
 from tests.receiver import Receiver
@@ -30,6 +31,13 @@ def _only_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket.socket, "connect", guarded_connect)
     monkeypatch.setattr(socket, "getaddrinfo", guarded_look_up)
+
+
+@pytest.fixture(autouse=True)
+def _forget_contracts() -> None:
+    """What this process remembers of rows that another test's database held."""
+    services._stored.clear()
+    services._earlier_contract.cache_clear()
 
 
 @pytest.fixture

@@ -37,8 +37,9 @@ def add(tenant) -> Callable[..., list[uuid.UUID]]:
             cursor.execute(
                 """
                 INSERT INTO deliveries_delivery
-                    (id, event_id, endpoint_id, state, trigger, attempts_made, last_error, due_at)
-                SELECT hub_uuid7(), %s, %s, %s, 'automatic', 0, '', now() - make_interval(secs => %s - %s * n)
+                    (id, event_id, endpoint_id, contract, state, trigger, attempts_made, last_error, due_at)
+                SELECT hub_uuid7(), %s, %s, 'standard', %s, 'automatic', 0, '',
+                    now() - make_interval(secs => %s - %s * n)
                 FROM generate_series(0, %s) n RETURNING id
                 """,
                 [event.pk, endpoint.pk, state, ago, step, count - 1],

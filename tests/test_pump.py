@@ -311,7 +311,7 @@ def test_while_two_secrets_are_valid_both_sign(tenant, endpoint, receiver, pump)
     [request] = receiver.received
     signatures = request.header("webhook-signature").split(" ")
     assert len(signatures) == 2
-    for secret, signature in zip((endpoint.secret, new), signatures, strict=True):
+    for secret, signature in zip((new, endpoint.secret), signatures, strict=True):  # the newest first
         headers = {**dict(request.headers), "webhook-signature": signature}
         Webhook(secret).verify(request.body, headers)
 

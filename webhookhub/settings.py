@@ -10,6 +10,8 @@ import dj_database_url
 import django_stubs_ext
 
 from endpoints.addresses import AddressRule
+from endpoints.contract_file import ContractFileError, read_contracts
+from endpoints.contracts import CONTRACTS
 from webhookhub.env import SettingError, env_bool, env_int, env_list, env_secret, env_str, random_text
 
 django_stubs_ext.monkeypatch()  # lets Django's generic classes be written with their types
@@ -152,6 +154,15 @@ except ValueError as error:
     raise SettingError(str(error)) from error
 # The certificates that receivers' ones must lead to: a file of your own for a private authority.
 CA_BUNDLE = env_str("CA_BUNDLE", certifi.where())
+
+# --- Contracts of the operator's own, beside those of endpoints/contracts.py (docs/contracts.md)
+if CONTRACTS_FILE := env_str("CONTRACTS_FILE", ""):
+    try:
+        CONTRACTS.update(read_contracts(Path(CONTRACTS_FILE).read_text(encoding="utf-8"), CONTRACTS))
+    except (OSError, UnicodeError) as error:
+        raise SettingError(f"CONTRACTS_FILE names {CONTRACTS_FILE}, which cannot be read: {error}") from error
+    except ContractFileError as error:
+        raise SettingError(f"CONTRACTS_FILE ({CONTRACTS_FILE}), {error}") from error
 
 # --- Intake: deliveries/intake.py
 INTAKE_BODY_BYTES = 1_048_576  # largest body of one POST /v1/events

@@ -91,7 +91,7 @@ class Receiver(ThreadingHTTPServer):
             found = Endpoint.objects.filter(url__contains=f":{self.server_port}/")
         try:
             sealed = EndpointSecret.objects.valid().filter(endpoint__in=found).values_list("sealed", flat=True)
-            return [encode_key(key) for key in signing_keys([bytes(one) for one in sealed])]
+            return [encode_key(key) for key in signing_keys([bytes(one) for one in sealed], "standard-webhooks")]
         finally:
             connection.close()  # each connection to this server has a thread, and would keep one of its own
 

@@ -1,0 +1,1 @@
+"""The receiver's half of WebhookHub."""

@@ -1,0 +1,163 @@
+"""Contracts of the operator's own, from a TOML file: a base, and what differs from it. Pure.
+
+[patient]
+base = "standard"
+title = "Patient"
+waits = [10, 60, 600, 3600]     # seconds before attempts 2, 3, ...
+jitter = 20                     # percent before and after
+terminal = [400, "410-499"]     # statuses that end a delivery
+"""
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from endpoints.contracts import SATURATION, Contract, RetryAfter, Step
+
+NAME = re.compile(r"[a-z][a-z0-9_-]{0,49}")
+MAX_ATTEMPTS = 100
+MAX_BODY_BYTES = 1_048_576
+SIGNATURES = ("standard-webhooks", "stripe-like", "github-like", "shopify-like", "slack-like")  # of signing.SCHEMES
+
+
+class ContractFileError(ValueError):
+    """The file cannot be used; the message names the line, the value and the rule."""
+
+
+def read_contracts(text: str, known: Mapping[str, Contract]) -> dict[str, Contract]:
+    """The contracts that a file defines, by name. A base is a contract of `known`, or one above in the file.
+
+    Raises ContractFileError.
+    """
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ContractFileError(f"not TOML: {error}") from error
+    found: dict[str, Contract] = {}
+    for name, table in tables.items():
+        try:
+            found[name] = _read(name, table, {**known, **found})
+        except _Wrong as wrong:
+            raise ContractFileError(f"line {_line_of(text, name, wrong.key)}: {wrong}") from None
+    return found
+
+
+class _Wrong(Exception):
+    def __init__(self, key: str, rule: str) -> None:
+        super().__init__(rule)
+        self.key = key
+
+
+def _read(name: str, table: Any, known: Mapping[str, Contract]) -> Contract:
+    if not isinstance(table, dict):
+        raise _Wrong(name, f"{name} stands outside of any contract; begin one with [name]")
+    if not NAME.fullmatch(name):
+        raise _Wrong("", f"the name {name!r} must be lower-case letters, digits, _ and -, beginning with a letter")
+    if name in known:
+        raise _Wrong("", f"there is a contract {name!r} already; choose another name")
+    base = known.get(table.get("base", "standard"))
+    if base is None:
+        raise _Wrong("base", f"base is {table['base']!r}; it must be one of {', '.join(sorted(known))}")
+    if unknown := sorted(table.keys() - _FIELDS.keys() - {"base", "title", "waits", "offsets", "jitter"}):
+        raise _Wrong(unknown[0], f"{unknown[0]!r} is no part of a contract; there are {', '.join(sorted(_KEYS))}")
+    changes: dict[str, Any] = {"name": name, "title": _text(table.get("title", name), "title")}
+    changes |= _schedule(table, base)
+    changes |= {key: read(table[key], key) for key, read in _FIELDS.items() if key in table}
+    return dataclasses.replace(base, **changes)
+
+
+def _schedule(table: dict[str, Any], base: Contract) -> dict[str, Any]:
+    key = next((key for key in ("waits", "offsets") if key in table), None)
+    if key is None:
+        if "jitter" in table:
+            raise _Wrong("jitter", "jitter goes with waits or offsets; give the schedule too")
+        return {}
+    if key == "waits" and "offsets" in table:
+        raise _Wrong("offsets", "a schedule is waits (from the attempt before) or offsets (from the first), not both")
+    seconds, jitter = table[key], _number(table.get("jitter", 10), "jitter", most=50)
+    if not isinstance(seconds, list) or not 0 < len(seconds) < MAX_ATTEMPTS:
+        raise _Wrong(key, f"{key} must be a list of 1 to {MAX_ATTEMPTS - 1} numbers of seconds")
+    times = [_number(one, key, least=1, most=SATURATION) for one in seconds]
+    if key == "offsets" and sorted(set(times)) != times:
+        raise _Wrong(key, "offsets count from the first attempt, so that each must be later than the one before")
+    steps = tuple(Step.around(one, early=jitter, late=jitter) for one in times)
+    return {
+        "steps": steps,
+        "from_first": key == "offsets",
+        "draw_offset": int(key == "offsets"),
+        "overdue": (base.overdue or 60_000) if key == "offsets" else 0,
+    }
+
+
+def _text(value: Any, key: str) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= 100:
+        raise _Wrong(key, f"{key} must be a text of 1 to 100 characters")
+    return value
+
+
+def _number(value: Any, key: str, *, least: int = 0, most: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise _Wrong(key, f"{key} has {value!r}; it must be a whole number from {least:,} to {most:,}")
+    return value
+
+
+def _statuses(value: Any, key: str) -> frozenset[int]:
+    found: set[int] = set()
+    for item in value if isinstance(value, list) else [value]:
+        first, _, last = str(item).partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal() and 100 <= int(first) <= int(last or first) <= 599):
+            raise _Wrong(key, f"{key} has {item!r}; it must be a status from 100 to 599, or a range like '410-499'")
+        found.update(range(int(first), int(last or first) + 1))
+    if successes := sorted(found & set(range(200, 300))):
+        raise _Wrong(key, f"{key} has {successes[0]}, and any 2xx is a success")
+    return frozenset(found)
+
+
+def _retry_after(value: Any, key: str) -> RetryAfter | None:
+    if value is False:
+        return None
+    parts = {"statuses", "least", "most", "replaces", "late"}
+    if not isinstance(value, dict) or value.keys() - parts:
+        raise _Wrong(key, f"{key} must be false (ignored) or a table of {', '.join(sorted(parts))}")
+    if not isinstance(value.get("replaces", False), bool):
+        raise _Wrong(key, f"{key}.replaces must be true (takes the scheduled time's place) or false (the later counts)")
+    least = _number(value.get("least", 0), key, most=SATURATION)
+    return RetryAfter(
+        statuses=_statuses(value["statuses"], key) if "statuses" in value else None,
+        least=least,
+        most=_number(value.get("most", 86_400), key, least=least, most=SATURATION),
+        replaces=value.get("replaces", False),
+        late=_number(value.get("late", 0), key, most=100),
+    )
+
+
+def _signature(value: Any, key: str) -> str:
+    if value not in SIGNATURES:
+        raise _Wrong(key, f"{key} has {value!r}; it must be one of {', '.join(SIGNATURES)}")
+    return str(value)
+
+
+_FIELDS: dict[str, Callable[[Any, str], Any]] = {
+    "retry_after": _retry_after,
+    "terminal": _statuses,
+    "disable_on": _statuses,
+    "deadline": lambda value, key: float(_number(value, key, least=1, most=15)),  # a lease outlives it
+    "read_bytes": lambda value, key: _number(value, key, most=MAX_BODY_BYTES),
+    "signature": _signature,
+    "keep_bytes": lambda value, key: _number(value, key, most=MAX_BODY_BYTES),
+}
+_KEYS = {"base", "title", "waits", "offsets", "jitter", *_FIELDS}
+
+
+def _line_of(text: str, name: str, key: str) -> int:
+    """The line of a key in a table (of the table where it has none), for people to find."""
+    table, here = 1, False
+    for number, line in enumerate(text.splitlines(), start=1):
+        if heading := re.match(r"\s*\[\s*\"?([^\]\"]*)\"?\s*\]", line):
+            here = heading[1].strip().split(".")[0] == name
+            table = number if here and table == 1 else table
+        if key and (here or key == name) and re.match(rf"\s*\"?{re.escape(key)}\"?\s*[.=]", line):
+            return number
+    return table
