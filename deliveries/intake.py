@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 from django.conf import settings
-from django.db import DatabaseError, close_old_connections, connection
+from django.db import DatabaseError, InterfaceError, OperationalError, close_old_connections, connection
 
 from deliveries import payloads
 from deliveries.services import KeyReused, NewEvent, Published, Refused, publish_events
@@ -41,6 +41,12 @@ UNAUTHORIZED = Problem(
     "Send an API key of yours as Authorization: Bearer whk_...; it may be mistyped, expired or revoked",
     headers={"WWW-Authenticate": "Bearer"},
 )
+UNAVAILABLE = Problem(
+    503,
+    "unavailable",
+    "The event was not stored. Send it again, with the same Idempotency-Key",
+    headers={"Retry-After": "1"},
+)
 
 # --- One event, from the request to the answer. Pure but for the key's look-up.
 
@@ -65,7 +71,10 @@ def too_large() -> Problem:
 def tenant_of(authorization: str | None) -> uuid.UUID:
     """The tenant whose key an `Authorization` header shows. Raises Problem 401."""
     scheme, _, text = (authorization or "").partition(" ")
-    key = authenticate(text.strip()) if scheme.lower() == "bearer" else None
+    try:
+        key = authenticate(text.strip()) if scheme.lower() == "bearer" else None
+    except (OperationalError, InterfaceError) as error:
+        raise UNAVAILABLE from error
     if key is None:
         raise UNAUTHORIZED
     return key.tenant_id
@@ -130,8 +139,7 @@ def answer(event: NewEvent, result: Published | KeyReused | Refused) -> Answer:
             detail = f"This Idempotency-Key belongs to another event, {first}. Use a new key for a new event"
             return Problem(422, "idempotency_key_reused", detail).answer()
         case Refused(transient=True):
-            detail = "The event was not stored. Send it again, with the same Idempotency-Key"
-            return Problem(503, "unavailable", detail, headers={"Retry-After": "1"}).answer()
+            return UNAVAILABLE.answer()
         case _:
             return Problem(500, "internal", "The event was not stored, by a fault of ours").answer()
 

@@ -23,7 +23,7 @@ class Event(Record):
     type = models.CharField(max_length=200, validators=[event_type_validator])
     payload = models.BinaryField()
     content_type = models.CharField(max_length=100, default="application/json")
-    key = models.UUIDField(default=uuid.uuid4, help_text="Our own idempotency key for receivers, the same on each try.")
+    key = models.UUIDField(default=uuid.uuid4, help_text="Idempotency key for contracts that send one.")
     caller_key = models.CharField(max_length=255, null=True, help_text="The Idempotency-Key it was posted with.")
     metadata = models.JSONField(default=dict)
     accepted_at = models.DateTimeField(db_default=Now())

@@ -120,8 +120,10 @@ class Pump:
         if self._transport.woken:
             self._listener.drain()
             self._claim_soon()
-        if self._listener.fd is None and self._listener.reconnect():
-            self._transport.watch(self._listener.fd)
+        if self._listener.fd is None:
+            self._transport.watch(None)  # at once: the next socket may get the number of the one that is lost
+            if self._listener.reconnect():
+                self._transport.watch(self._listener.fd)
         self._record()
 
     # --- Claim

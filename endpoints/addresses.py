@@ -211,7 +211,10 @@ class AddressRule:
         authority = _END_OF_AUTHORITY.split(rest[2:], maxsplit=1)[0]
         rest = rest[2 + len(authority) :]
         if "@" in authority:
-            raise Blocked("userinfo_not_allowed", "a URL must not hold a user or a password; use a secret header.")
+            raise Blocked(
+                "userinfo_not_allowed",
+                "a URL must not hold a user or a password; put a token into the path or the query.",
+            )
         return scheme, authority, rest
 
     def _check_name(self, name: str) -> None:

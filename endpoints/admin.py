@@ -61,7 +61,7 @@ def revoke(request: HttpRequest, key: ApiKey, answers: dict[str, Any]) -> str:
     """The button that makes a key useless."""
     if not revoke_api_key(key=key, actor=Actor.of_request(request), reason=answers["reason"]):
         raise Refused("The key had been revoked before.")
-    return f"Revoked {key}. Requests with it are refused from now on."
+    return f"Revoked {key}. Requests with it are refused within 2 seconds."
 
 
 @admin.register(ApiKey)
@@ -81,7 +81,9 @@ class ApiKeyAdmin(AuditedAdmin):
             "revoke",
             "Revoke…",
             "endpoints.change_apikey",
-            lambda key: f"Revoke the key “{key}”? Programs that use it are refused at once, and it cannot be undone.",
+            lambda key: (
+                f"Revoke the key “{key}”? Programs that use it are refused within 2 seconds, and it cannot be undone."
+            ),
             revoke,
             why_not=lambda key: "The key has been revoked." if key.revoked_at else "",
         )

@@ -14,6 +14,17 @@ def _box(keys: tuple[str, ...]) -> MultiFernet:
     return MultiFernet([Fernet(key) for key in keys])
 
 
+def check_keys(keys: list[str]) -> None:
+    """Raises ValueError unless there is a key, and each is one."""
+    if not keys:
+        raise ValueError("there must be at least one key")
+    for number, key in enumerate(keys, start=1):
+        try:
+            Fernet(key)
+        except ValueError:
+            raise ValueError(f"key {number} is no Fernet key: 32 bytes in URL-safe base64") from None
+
+
 def seal(text: str, keys: list[str]) -> bytes:
     """Encrypts a secret with the first key."""
     return _box(tuple(keys)).encrypt(text.encode())

@@ -6,6 +6,7 @@ import re
 import threading
 
 import pytest
+from django.db import OperationalError
 from django.test import Client
 from django.utils import timezone
 
@@ -259,8 +260,14 @@ def test_a_key_with_the_secret_of_another_is_refused(headers, api_key):
 
 
 def test_every_error_of_the_api_is_a_problem_document(headers):
-    client = Client()
-    for path, method, status in (("/v1/nothing", "get", 404), ("/v1/", "get", 404), ("/v1/events", "get", 405)):
+    cases = [
+        ("/v1/nothing", "get", 404),
+        ("/v1/nothing", "post", 404),
+        ("/v1/", "get", 404),
+        ("/v1/events", "get", 405),
+    ]
+    client = Client(enforce_csrf_checks=True)
+    for path, method, status in cases:
         response = getattr(client, method)(path)
         assert response.status_code == status
         assert response.headers["Content-Type"] == "application/problem+json"
@@ -287,3 +294,15 @@ def test_idempotency_keys_are_read_as_the_vectors_say(case):
     assert refused.value.status == 400
     assert refused.value.code == f"idempotency_key_{case['error']}"
     assert MAX_KEY_CHARS == 255
+
+
+def test_a_database_that_is_away_at_the_look_up_of_the_key_is_503(headers, monkeypatch):
+    def fail(*args):
+        raise OperationalError("gone")
+
+    monkeypatch.setattr("endpoints.models.ApiKey.objects.usable", fail)
+    [fast] = by_fast_lane((headers, GOOD))
+    slow = by_django(headers, GOOD)
+    assert comparable(fast) == comparable(slow)
+    assert error(fast) == (503, "unavailable")
+    assert fast[1]["retry-after"] == "1"

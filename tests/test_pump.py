@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import gc
 import hmac
+import itertools
 import threading
 import time
 import uuid
@@ -34,6 +35,7 @@ from endpoints import contracts
 from endpoints.models import AuditEvent, Endpoint, EndpointSecret
 from endpoints.services import SYSTEM, rotate_secret
 from tests.receiver import Received, Receiver, answer
+from webhookhub import embedded
 from webhookhub.ids import typeid
 
 TABLES = ("endpoints_endpoint", "deliveries_delivery", "deliveries_event")
@@ -786,3 +788,22 @@ def test_a_pump_leaves_nothing_behind_in_its_process(tenant, endpoint, pump):
 
     gc.collect()
     assert left() is None
+
+
+def test_when_valkey_goes_the_next_socket_is_heard_although_it_gets_its_number(
+    tenant, endpoint, receiver, settings, tmp_path
+):
+    with embedded._valkey(tmp_path) as url:
+        settings.REDIS_URL = url
+        pump = Pump()
+    turns = itertools.count()
+    end = time.monotonic() + 5
+
+    def is_over() -> bool:
+        if next(turns) == 3:  # by then the pump has seen that the connection is lost
+            publish(tenant)
+        return bool(receiver.received and not Delivery.objects.in_hand().exists()) or time.monotonic() > end
+
+    pump.run(is_over)
+    assert Delivery.objects.get().last_status == 200
+    assert not pump.hears_wake_ups

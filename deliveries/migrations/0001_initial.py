@@ -48,7 +48,7 @@ class Migration(migrations.Migration):
                 ('type', models.CharField(max_length=200, validators=[django.core.validators.RegexValidator('\\A[A-Za-z0-9_-]+(\\.[A-Za-z0-9_-]+)*\\Z', 'An event type is words of letters, digits, _ and -, joined by dots: invoice.paid')])),
                 ('payload', models.BinaryField()),
                 ('content_type', models.CharField(default='application/json', max_length=100)),
-                ('key', models.UUIDField(default=uuid.uuid4, help_text='Our own idempotency key for receivers, the same on each try.')),
+                ('key', models.UUIDField(default=uuid.uuid4, help_text='Idempotency key for contracts that send one.')),
                 ('caller_key', models.CharField(help_text='The Idempotency-Key it was posted with.', max_length=255, null=True)),
                 ('metadata', models.JSONField(default=dict)),
                 ('accepted_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),

@@ -1,7 +1,6 @@
 """`manage.py receive`: a receiver to develop against."""
 
 import argparse
-import json
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -43,11 +42,15 @@ class Command(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         """Serves until it is stopped."""
         try:
-            server = Receiver(argparse.Namespace(**options), self.stdout.write)
+            server = Receiver(argparse.Namespace(**options), self._say)
         except (OSError, ValueError) as error:
             raise CommandError(f"cannot receive on port {options['port']}: {error}") from error
-        self.stdout.write(f"receiving on http://127.0.0.1:{server.server_port}/")
+        self._say(f"receiving on http://127.0.0.1:{server.server_port}/")
         server.serve_forever()
+
+    def _say(self, line: str) -> None:
+        self.stdout.write(line)
+        self.stdout.flush()  # also into a pipe
 
 
 class Receiver(ThreadingHTTPServer):
@@ -79,8 +82,8 @@ class Receiver(ThreadingHTTPServer):
                 Webhook(secret).verify(body, headers)
             except WebhookVerificationError:
                 continue
-            except json.JSONDecodeError:
-                pass  # the library parses what it has verified, and a payload need not be JSON
+            except (ValueError, RecursionError):
+                pass  # the library parses what it has verified, which need not be JSON that Python reads
             return True
         return False
 
