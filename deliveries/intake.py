@@ -183,7 +183,7 @@ class Committer:
         try:
             if connection.connection is None:
                 settle_planner()
-        except DatabaseError:
+        except (DatabaseError, InterfaceError):
             pass  # publishing meets the same, and says so
         try:
             answers = [answer(event, result) for event, result in zip(events, publish_events(events), strict=True)]
@@ -221,16 +221,13 @@ class FastLane:
         try:
             check_head(headers)
             tenant_id = await self._tenant_of(headers.get("authorization"))
-            body = await asyncio.wait_for(_read_body(receive), settings.INTAKE_BODY_SECONDS)
+            body = await read_body(receive)
             if body is None:
                 return  # the caller has gone
             result = await self._committer.publish(read_event(tenant_id, headers, body))
-        except TimeoutError:
-            detail = f"The body had not arrived after {settings.INTAKE_BODY_SECONDS} seconds"
-            result = Problem(408, "body_timeout", detail, headers={"Connection": "close"}).answer()
         except Problem as problem:
             result = problem.answer()
-        await _send_answer(send, result)
+        await send_answer(send, result)
 
     async def _tenant_of(self, authorization: str | None) -> uuid.UUID:
         """As `tenant_of`, remembered for API_KEY_CACHE_SECONDS."""
@@ -250,8 +247,19 @@ def _look_up(authorization: str | None) -> uuid.UUID:
     return tenant_of(authorization)
 
 
-async def _read_body(receive: Receive) -> bytes | None:
-    """The request's body, None when the caller went away. Raises Problem 413 as soon as it is too large."""
+async def read_body(receive: Receive) -> bytes | None:
+    """The request's body, None when the caller went away.
+
+    Raises Problem: 413 as soon as it is too large, 408 when it has not come within INTAKE_BODY_SECONDS.
+    """
+    try:
+        return await asyncio.wait_for(_gather_body(receive), settings.INTAKE_BODY_SECONDS)
+    except TimeoutError:
+        detail = f"The body had not arrived after {settings.INTAKE_BODY_SECONDS} seconds"
+        raise Problem(408, "body_timeout", detail, headers={"Connection": "close"}) from None
+
+
+async def _gather_body(receive: Receive) -> bytes | None:
     chunks: list[bytes] = []
     size = 0
     while True:
@@ -266,7 +274,8 @@ async def _read_body(receive: Receive) -> bytes | None:
             return b"".join(chunks)
 
 
-async def _send_answer(send: Send, result: Answer) -> None:
+async def send_answer(send: Send, result: Answer) -> None:
+    """Sends an answer as ASGI has it."""
     fields = [("content-type", result.content_type), ("content-length", str(len(result.body))), *result.headers]
     headers = [(name.lower().encode(), value.encode()) for name, value in fields]
     await send({"type": "http.response.start", "status": result.status, "headers": headers})

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import resource
 import threading
 import time
 from types import FrameType
@@ -20,15 +19,38 @@ from rq.utils import now
 
 from deliveries.models import ReplayJob
 from deliveries.pump import Pump
-from deliveries.services import step_replay_job
+from deliveries.services import release_stranded, step_replay_job
+from deliveries.wake import announce
+from webhookhub.limits import raise_descriptor_limit
 
 logger = logging.getLogger(__name__)
 
 REPLAY_SECONDS = 2  # between steps of the replay jobs
+RESULT_SECONDS = 60  # for which Redis remembers a job that is done
 
 
 class HubWorker(SimpleWorker):
-    """A worker without RQ's own scheduler, which nothing of ours uses: two processes less, and none to outlive it."""
+    """A worker that stops when it is told to, and has none of RQ's own schedulers beside it.
+
+    RQ says "stop" by an exception out of a signal handler, which the code that it happens to interrupt may swallow; a
+    worker of ours also looks for the word between jobs, at least once a second. Nothing of ours uses RQ's scheduler.
+    """
+
+    def before_dequeue(self) -> None:
+        """What is done each time before the worker looks for a job."""
+
+    def dequeue_job_and_maintain_ttl(self, timeout: int | None, max_idle_time: int | None = None) -> Any:
+        """As RQ's, but never idle for more than a second at a time; None when the worker is to stop."""
+        while not self._stop_requested:
+            self.before_dequeue()
+            if found := super().dequeue_job_and_maintain_ttl(1, max_idle_time=1):
+                return found
+        return None
+
+    def handle_warm_shutdown_request(self) -> None:
+        """Notes that the worker is to stop."""
+        self._stop_requested = True
+        super().handle_warm_shutdown_request()  # type: ignore[no-untyped-call]
 
     def _start_scheduler(self, *args: Any, **kwargs: Any) -> None:
         """Starts none."""
@@ -42,19 +64,16 @@ class PumpWorker(HubWorker):
 
     stopping = False
 
-    def dequeue_job_and_maintain_ttl(self, timeout: int | None, max_idle_time: int | None = None) -> Any:
-        """As RQ's, but never idle for more than a second. The signal to stop raises StopRequested out of it."""
+    def before_dequeue(self) -> None:
+        """Sees to it that there is a pump to run."""
         queue = django_rq.get_queue(settings.PUMP_QUEUE)  # not self.queues: they know nothing of our serializer
-        while True:
-            if not queue.count:
-                queue.enqueue(run_pump)
-            if found := super().dequeue_job_and_maintain_ttl(1, max_idle_time=1):
-                return found
+        if not queue.count:
+            queue.enqueue(run_pump, result_ttl=RESULT_SECONDS)
 
     def handle_warm_shutdown_request(self) -> None:
         """Lets the pump that runs in this process come to its end."""
         PumpWorker.stopping = True
-        super().handle_warm_shutdown_request()  # type: ignore[no-untyped-call]
+        super().handle_warm_shutdown_request()
 
     def request_force_stop(self, signum: int, frame: FrameType | None) -> None:
         """Nothing: pool and terminal both send a signal, and the pump ends soon enough by itself."""
@@ -65,9 +84,7 @@ def run_pump() -> None:
 
     While Redis is away the pump goes on: its worker could not get another one.
     """
-    # A request in flight takes two descriptors and an idle connection one; 1,024 is what systems give by default.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    raise_descriptor_limit()
     end = time.monotonic() + settings.PUMP_SECONDS
     pump = Pump()
     pump.run(lambda: PumpWorker.stopping or (time.monotonic() >= end and pump.hears_wake_ups))
@@ -77,6 +94,13 @@ def run_replay_jobs() -> None:
     """Moves every open replay job on by as many deliveries as its rate allows since the last time."""
     for job in ReplayJob.objects.filter(state__in=[ReplayJob.State.QUEUED, ReplayJob.State.RUNNING]).order_by("id"):
         step_replay_job(job.pk, job.rate * REPLAY_SECONDS)
+
+
+def release_held() -> None:
+    """Lets go what was left on hold by a race with a resume."""
+    if count := release_stranded():
+        logger.warning("%d deliveries were on hold for endpoints that are active; they are due", count)
+        announce()
 
 
 def clear_sessions() -> None:
@@ -94,6 +118,7 @@ class Clock(DjangoCronScheduler):
         super().__init__(logging_level=logging.WARNING)
         self._stopped = threading.Event()
         self.register(run_replay_jobs, settings.JOBS_QUEUE, interval=REPLAY_SECONDS)
+        self.register(release_held, settings.JOBS_QUEUE, interval=60)
         self.register(clear_sessions, settings.JOBS_QUEUE, interval=86_400)
 
     def enqueue_jobs(self) -> list[CronJob]:
@@ -102,7 +127,7 @@ class Clock(DjangoCronScheduler):
         queued = []
         for job in self.get_jobs():
             if job.func and job.should_run() and not queue.count:
-                queue.enqueue(job.func)
+                queue.enqueue(job.func, result_ttl=RESULT_SECONDS)
                 job.set_enqueue_time(now())
                 queued.append(job)
         return queued

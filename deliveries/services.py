@@ -105,7 +105,11 @@ def _patterns(event_type: str) -> str:
 
 def _earlier(item: NewEvent) -> Published | KeyReused | Refused:
     """The answer for an event whose caller_key was there before it."""
-    event = Event.objects.filter(tenant=item.tenant_id, caller_key=item.caller_key).first()
+    try:
+        event = Event.objects.filter(tenant=item.tenant_id, caller_key=item.caller_key).first()
+    except (DatabaseError, InterfaceError) as error:
+        logger.error("an event cannot be compared with the one before it: %s", error)
+        return Refused(transient=True)
     if event is None:
         return Refused(transient=True)  # its transaction was rolled back, or it was removed, since we clashed with it
     same = (event.type, bytes(event.payload), event.content_type, event.metadata) == (
@@ -163,7 +167,13 @@ def record_results(results: Sequence[Result], *, gone: Collection[uuid.UUID] = (
                 record_results([result], gone=gone)
             return
         logger.exception("the result of delivery %s cannot be recorded as it is", results[0].delivery_id)
-        stood = _record([_without_exchange(results[0])], gone)
+        try:
+            stood = _record([_without_exchange(results[0])], gone)
+        except (OperationalError, InterfaceError):
+            raise
+        except DatabaseError:
+            # Its row contradicts itself. It must not stop the others, nor be sent for ever.
+            stood = _record([msgspec.structs.replace(results[0], state=Delivery.State.DEAD, attempted=False)], ())
     if stood < len(results):
         logger.warning("%d results dropped: their leases had run out", len(results) - stood)
 
@@ -214,7 +224,7 @@ def reclaim_lost(limit: int = 500) -> int:
             result.wait = 0.0
             results.append(result)
         if results:
-            Delivery.objects.all().record(results)
+            record_results(results)
             logger.warning("%d deliveries taken back from workers that stopped", len(results))
     return len(results)
 
@@ -235,7 +245,10 @@ def disable_endpoints(endpoints: models.QuerySet[Endpoint], *, actor: Actor, rea
 def _stop(endpoints: models.QuerySet[Endpoint], status: Endpoint.Status, actor: Actor, reason: str) -> int:
     with transaction.atomic():
         changed = set_status(endpoints=endpoints, status=status, actor=actor, reason=reason)
-        Delivery.objects.all().waiting_for(endpoint.pk for endpoint in changed).update(state=Delivery.State.HELD)
+        # Those that a pump has in hand are passed over, or the two could wait for each other: it holds what it claims.
+        waiting = Delivery.objects.all().waiting_for(endpoint.pk for endpoint in changed)
+        free = waiting.select_for_update(skip_locked=True).order_by().values("pk")
+        Delivery.objects.filter(pk__in=free).update(state=Delivery.State.HELD)
     return len(changed)
 
 
@@ -248,6 +261,15 @@ def resume_endpoints(endpoints: models.QuerySet[Endpoint], *, actor: Actor, reas
         )
         transaction.on_commit(announce, robust=True)
     return len(changed)
+
+
+def release_stranded() -> int:
+    """Makes due what is held although its endpoint is active, and returns how many.
+
+    A fan-out, a replay or a result that saw the endpoint paused may be committed just after it was resumed.
+    """
+    stranded = Delivery.objects.filter(state=Delivery.State.HELD, endpoint__status=Endpoint.Status.ACTIVE)
+    return stranded.update(state=Delivery.State.PENDING, due_at=Now())
 
 
 # --- Replays

@@ -24,6 +24,7 @@ from webhookhub import __version__
 
 USER_AGENT = f"WebhookHub/{__version__}"
 CONNECT_SECONDS = 5  # a receiver that is there answers a connect within one retransmission (3 s) or not at all
+IDLE_SECONDS = 15  # a connection idle for longer is not used again: many receivers have closed theirs by then
 HEADER_LINES, HEADER_CHARS = 100, 1_000  # as much of a response's head as is kept; libcurl itself refuses over 300 KB
 
 # The ways a request ends without a usable status, by libcurl's error; the words are those of the contracts.
@@ -308,6 +309,7 @@ class Transport:
         curl.setopt(pycurl.NETRC, pycurl.NETRC_IGNORED)
         curl.setopt(pycurl.USERAGENT, USER_AGENT)
         curl.setopt(pycurl.CONNECTTIMEOUT, CONNECT_SECONDS)
+        curl.setopt(pycurl.MAXAGE_CONN, IDLE_SECONDS)
         curl.setopt(pycurl.SSLVERSION, pycurl.SSLVERSION_TLSv1_2)
         curl.setopt(pycurl.CAINFO, self._ca_bundle)
         curl.setopt(pycurl.OPENSOCKETFUNCTION, handle.open_socket)

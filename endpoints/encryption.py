@@ -34,5 +34,5 @@ def unseal(sealed: bytes, keys: list[str]) -> str:
     """Decrypts what `seal` made, with whichever key fits. Raises Unreadable."""
     try:
         return _box(tuple(keys)).decrypt(sealed).decode()
-    except InvalidToken:
+    except (InvalidToken, UnicodeDecodeError):
         raise Unreadable("no key of ENCRYPTION_KEYS opens this secret") from None

@@ -200,7 +200,9 @@ def set_status(
 ) -> list[Endpoint]:
     """Gives these endpoints a status, and returns those that did not have it."""
     with transaction.atomic():
-        changed = list(endpoints.exclude(status=status).select_related("tenant").select_for_update(of=("self",)))
+        changed = list(
+            endpoints.exclude(status=status).select_related("tenant").select_for_update(of=("self",), no_key=True)
+        )
         Endpoint.objects.filter(pk__in=[endpoint.pk for endpoint in changed]).update(
             status=status, status_reason=reason, status_at=Now()
         )

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 from collections import Counter
 
 import pytest
@@ -105,3 +106,13 @@ def test_a_worker_that_is_told_to_stop_ends_what_it_sends_and_leaves_nothing_beh
     product.kill(worker, signal.SIGTERM)
     assert not Delivery.objects.filter(state="sending").exists()
     assert Delivery.objects.filter(state="delivered").count() == len(receiver.received) < 1_000
+
+
+def test_callers_who_send_their_bodies_slowly_hold_up_nobody_else(product):
+    product.start_web()
+    stalled = [socket.create_connection(("127.0.0.1", product.port)) for _ in range(12)]
+    for connection in stalled:
+        connection.sendall(b"POST /admin/login/ HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nx")
+    assert requests.get(f"{product.url}/admin/login/", timeout=5).status_code == 200
+    for connection in stalled:
+        connection.close()

@@ -101,3 +101,17 @@ def test_results_for_an_endpoint_that_was_paused_meanwhile_are_held(claimed):
     record_results([result(claimed[0], state="pending", status=500, wait=5.0), result(claimed[1])])
     assert Delivery.objects.get(pk=claimed[0].pk).state == "held"
     assert Delivery.objects.get(pk=claimed[1].pk).state == "delivered"
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_row_that_contradicts_itself_stops_no_other(claimed):
+    """Attempt 1 of a delivery that says it has made none: somebody has changed it by hand."""
+    record_results([result(claimed[0])])
+    Delivery.objects.filter(pk=claimed[0].pk).update(
+        state="sending", claim_token=uuid7(), lease_until=Now() - timedelta(1), attempts_made=0
+    )
+    Delivery.objects.filter(pk=claimed[1].pk).update(lease_until=Now() - timedelta(1))
+    assert reclaim_lost() == 2
+    assert Delivery.objects.get(pk=claimed[0].pk).state == "dead"
+    assert Delivery.objects.get(pk=claimed[1].pk).state == "pending"
+    assert Attempt.objects.filter(delivery=claimed[0]).count() == 1

@@ -3,11 +3,13 @@
 import json
 
 import django_rq
+import psycopg
 import pytest
 import redis
 from django.conf import settings
+from django.db import connection
 
-from deliveries.jobs import Clock, run_replay_jobs
+from deliveries.jobs import Clock, release_held, run_replay_jobs
 from deliveries.models import Delivery, ReplayJob
 from deliveries.services import (
     NewEvent,
@@ -111,6 +113,29 @@ def test_resuming_makes_what_is_held_due_and_leaves_the_rest(tenant, endpoint):
     assert actions == ["endpoint.create", "endpoint.paused", "endpoint.active"]
 
 
+def test_what_a_race_with_a_resume_left_on_hold_is_let_go(tenant, endpoint, make_endpoint):
+    paused = make_endpoint(name="paused")
+    pause_endpoints(Endpoint.objects.filter(pk=paused.pk), actor=SYSTEM, reason="maintenance")
+    publish_events([NewEvent(tenant.pk, "a", b"{}")])
+    Delivery.objects.update(state="held")
+    release_held()
+    assert Delivery.objects.in_hand().get().endpoint == endpoint
+    assert Delivery.objects.get(endpoint=paused).state == "held"
+
+
+@pytest.mark.django_db(transaction=True)
+def test_pausing_waits_for_nothing_that_a_pump_has_in_hand(tenant, endpoint):
+    publish_events([NewEvent(tenant.pk, "a", b"{}") for _ in range(3)])
+    first = Delivery.objects.order_by("id").first()
+    with psycopg.connect(connection.connection.info.dsn) as pump:
+        pump.execute("SELECT 1 FROM deliveries_delivery WHERE id = %s FOR UPDATE", [first.pk])
+        with connection.cursor() as cursor:
+            cursor.execute("SET lock_timeout = '2s'")
+        assert pause_endpoints(Endpoint.objects.all(), actor=SYSTEM, reason="maintenance") == 1
+    assert Delivery.objects.get(pk=first.pk).state == "pending"
+    assert Delivery.objects.filter(state="held").count() == 2
+
+
 @pytest.mark.django_db(transaction=True)
 def test_the_clock_queues_jobs_as_json_and_does_not_pile_them_up():
     valkey = redis.Redis.from_url(settings.REDIS_URL)
@@ -123,6 +148,10 @@ def test_the_clock_queues_jobs_as_json_and_does_not_pile_them_up():
     assert json.loads(queue.jobs[0].data)[0] == "deliveries.jobs.run_replay_jobs"
     clock.enqueue_jobs()
     assert queue.count == 1
+    queue.empty()
+    clock.enqueue_jobs()
+    assert [job.func_name for job in queue.jobs] == ["deliveries.jobs.release_held"]
+    assert queue.jobs[0].result_ttl == 60
     queue.empty()
     clock.enqueue_jobs()
     assert [job.func_name for job in queue.jobs] == ["deliveries.jobs.clear_sessions"]

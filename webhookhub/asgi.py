@@ -11,7 +11,9 @@ django.setup()
 
 from django.conf import settings  # noqa: E402
 
-from deliveries.intake import PATHS, FastLane, Receive, Scope, Send  # noqa: E402
+from deliveries.intake import PATHS, FastLane, Receive, Scope, Send, read_body, send_answer  # noqa: E402
+from webhookhub.api import Problem  # noqa: E402
+from webhookhub.limits import raise_descriptor_limit  # noqa: E402
 from webhookhub.wsgi import application as django_application  # noqa: E402
 
 _django: Any = WSGIMiddleware(cast(Any, django_application), workers=settings.WEB_THREADS)
@@ -25,14 +27,32 @@ async def application(scope: Scope, receive: Receive, send: Send) -> None:
     elif scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in PATHS and _fast_lane is not None:
         await _fast_lane(scope, receive, send)
     elif scope["type"] == "http":
-        await _django(scope, receive, send)
+        await _serve_django(scope, receive, send)
     else:
         await send({"type": "websocket.close", "code": 1000})
+
+
+async def _serve_django(scope: Scope, receive: Receive, send: Send) -> None:
+    """Reads the body whole before a thread is taken: who sends one slowly, or never, holds up nobody else."""
+    try:
+        body = await read_body(receive)
+    except Problem as problem:
+        await send_answer(send, problem.answer())
+        return
+    if body is None:
+        return
+    whole = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive_whole() -> Any:
+        return whole.pop() if whole else await receive()
+
+    await _django(scope, receive_whole, send)
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:
     global _fast_lane
     await receive()
+    raise_descriptor_limit()
     _fast_lane = FastLane()
     await send({"type": "lifespan.startup.complete"})
     await receive()

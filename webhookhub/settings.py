@@ -158,7 +158,7 @@ except ValueError as error:
     raise SettingError(f"REDIS_URL must be like redis://host:6379/0: {error}") from error
 PUMP_QUEUE = "pump"  # one long-running pump job a worker
 JOBS_QUEUE = "jobs"  # everything periodic and bulk
-_QUEUE = {"URL": REDIS_URL, "SERIALIZER": "rq.serializers.JSONSerializer", "DEFAULT_RESULT_TTL": 60}
+_QUEUE = {"URL": REDIS_URL, "SERIALIZER": "rq.serializers.JSONSerializer"}
 RQ_QUEUES = {
     PUMP_QUEUE: {**_QUEUE, "DEFAULT_TIMEOUT": -1},  # a pump ends by itself; RQ's alarm would cut off what is in flight
     JOBS_QUEUE: {**_QUEUE, "DEFAULT_TIMEOUT": 600},
