@@ -216,7 +216,7 @@ def test_an_api_key_is_shown_once_and_works_until_it_is_revoked(ops, tenant):
     assert "Revoke the key “billing”?" in ops.send(action_page(key, "revoke")).text
     assert authenticate(text) == key
     response = ops.send(action_page(key, "revoke"), follow=True, confirmed="yes", reason="leaked")
-    assert messages_of(response) == ["Revoked billing. Requests with it are refused from now on."]
+    assert messages_of(response) == ["Revoked billing. Requests with it are refused within 2 seconds."]
     assert authenticate(text) is None
     assert 'title="The key has been revoked."' in response.text
     response = ops.send(action_page(key, "revoke"), follow=True, confirmed="yes", reason="again")
@@ -251,7 +251,9 @@ def test_an_endpoint_is_made_and_its_secret_is_shown_once(ops, tenant):
     secret = shown_once(ops.send(page("endpoints.endpoint", "add"), **endpoint_form(tenant)))
     endpoint = Endpoint.objects.get()
     assert (endpoint.event_types, endpoint.status) == (["invoice.*", "order.made"], "active")
-    assert signing_keys([bytes(one.sealed) for one in endpoint.secrets.all()]) == [parse_secret(secret)]
+    assert signing_keys([bytes(one.sealed) for one in endpoint.secrets.all()], "standard-webhooks") == [
+        parse_secret(secret)
+    ]
     for path in [
         change_page(endpoint),
         page("endpoints.endpoint", "changelist"),
@@ -307,7 +309,7 @@ def test_rotating_shows_a_new_secret_and_the_old_one_signs_along_for_the_overlap
     assert "Create a new signing secret for “orders”?" in question
     assert '<option value="86400" selected>' in question
     new = shown_once(ops.send(action_page(endpoint, "rotate"), confirmed="yes", overlap=overlap, reason="yearly"))
-    keys = signing_keys([bytes(one.sealed) for one in EndpointSecret.objects.valid()])
+    keys = signing_keys([bytes(one.sealed) for one in EndpointSecret.objects.valid()], "standard-webhooks")
     assert keys == [parse_secret(secret) for secret in ([endpoint.secret, new] if both else [new])]
     old = EndpointSecret.objects.order_by("id").first()
     assert abs(old.expires_at - datetime.now(UTC) - timedelta(seconds=overlap)) < timedelta(minutes=1)
