@@ -180,7 +180,7 @@ def test_staff_without_permissions_see_nothing(delivery):
 )
 def test_the_pages_of_django_rq_are_not_there(root, path):
     assert root.get(path).status_code == 404
-    assert "rq" not in root.get("/admin/").text.lower()
+    assert "django_rq" not in root.get("/admin/").text.lower()
 
 
 # --- Tenants, keys, endpoints
