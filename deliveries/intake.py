@@ -18,6 +18,7 @@ from django.conf import settings
 from django.db import DatabaseError, InterfaceError, OperationalError, close_old_connections, connection
 
 from deliveries import payloads
+from deliveries.models import Event
 from deliveries.services import KeyReused, NewEvent, Published, Refused, publish_events
 from endpoints.models import EVENT_TYPE
 from endpoints.services import authenticate
@@ -35,18 +36,6 @@ PATHS = frozenset({"/v1/events", "/v1/events/"})
 MAX_TYPE_CHARS = 200  # Event.type
 _TYPE = re.compile(EVENT_TYPE)
 MEMBERS = {"type", "data", "metadata"}
-UNAUTHORIZED = Problem(
-    401,
-    "unauthorized",
-    "Send an API key of yours as Authorization: Bearer whk_...; it may be mistyped, expired or revoked",
-    headers={"WWW-Authenticate": "Bearer"},
-)
-UNAVAILABLE = Problem(
-    503,
-    "unavailable",
-    "The event was not stored. Send it again, with the same Idempotency-Key",
-    headers={"Retry-After": "1"},
-)
 
 # --- One event, from the request to the answer. Pure but for the key's look-up.
 
@@ -61,11 +50,25 @@ def check_head(headers: Mapping[str, str]) -> None:
         raise too_large()
 
 
+# Refusals are made anew each time: an exception that is raised again keeps the frames of all times before.
+
+
 def too_large() -> Problem:
     """The refusal of a body over the limit."""
-    return Problem(
-        413, "body_too_large", f"The body is over {settings.INTAKE_BODY_BYTES:,} bytes, the most of one event"
-    )
+    detail = f"The body is over {settings.INTAKE_BODY_BYTES:,} bytes, the most that is taken"
+    return Problem(413, "body_too_large", detail)
+
+
+def unauthorized() -> Problem:
+    """The refusal of who shows no key that can be used."""
+    detail = "Send an API key of yours as Authorization: Bearer whk_...; it may be mistyped, expired or revoked"
+    return Problem(401, "unauthorized", detail, headers={"WWW-Authenticate": "Bearer"})
+
+
+def unavailable() -> Problem:
+    """The refusal while the database is away."""
+    detail = "The event was not stored. Send it again, with the same Idempotency-Key"
+    return Problem(503, "unavailable", detail, headers={"Retry-After": "1"})
 
 
 def tenant_of(authorization: str | None) -> uuid.UUID:
@@ -74,9 +77,9 @@ def tenant_of(authorization: str | None) -> uuid.UUID:
     try:
         key = authenticate(text.strip()) if scheme.lower() == "bearer" else None
     except (OperationalError, InterfaceError) as error:
-        raise UNAVAILABLE from error
+        raise unavailable() from error
     if key is None:
-        raise UNAUTHORIZED
+        raise unauthorized()
     return key.tenant_id
 
 
@@ -132,14 +135,14 @@ def answer(event: NewEvent, result: Published | KeyReused | Refused) -> Answer:
     """What the caller is told of a result."""
     match result:
         case Published(event_id, repeated):
-            body = msgspec.json.encode({"id": typeid("evt", event_id), "type": event.type})
+            body = msgspec.json.encode({"id": typeid(Event.prefix, event_id), "type": event.type})
             return Answer(202, body, headers=(("Idempotent-Replayed", "true"),) if repeated else ())
         case KeyReused(event_id):
-            first = typeid("evt", event_id)
+            first = typeid(Event.prefix, event_id)
             detail = f"This Idempotency-Key belongs to another event, {first}. Use a new key for a new event"
             return Problem(422, "idempotency_key_reused", detail).answer()
         case Refused(transient=True):
-            return UNAVAILABLE.answer()
+            return unavailable().answer()
         case _:
             return Problem(500, "internal", "The event was not stored, by a fault of ours").answer()
 

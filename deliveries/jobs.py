@@ -20,7 +20,6 @@ from rq.utils import now
 from deliveries.models import ReplayJob
 from deliveries.pump import Pump
 from deliveries.services import release_stranded, step_replay_job
-from deliveries.wake import announce
 from webhookhub.limits import raise_descriptor_limit
 
 logger = logging.getLogger(__name__)
@@ -100,7 +99,6 @@ def release_held() -> None:
     """Lets go what was left on hold by a race with a resume."""
     if count := release_stranded():
         logger.warning("%d deliveries were on hold for endpoints that are active; they are due", count)
-        announce()
 
 
 def clear_sessions() -> None:

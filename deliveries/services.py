@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Any
 
 import msgspec
 from django.db import DatabaseError, InterfaceError, OperationalError, connection, models, transaction
@@ -256,10 +257,7 @@ def resume_endpoints(endpoints: models.QuerySet[Endpoint], *, actor: Actor, reas
     """Makes these endpoints active and what is held for them due now. Returns how many were not active."""
     with transaction.atomic():
         changed = set_status(endpoints=endpoints, status=Endpoint.Status.ACTIVE, actor=actor, reason=reason)
-        Delivery.objects.filter(endpoint__in=changed, state=Delivery.State.HELD).update(
-            state=Delivery.State.PENDING, due_at=Now()
-        )
-        transaction.on_commit(announce, robust=True)
+        _release(Delivery.objects.filter(endpoint__in=changed))
     return len(changed)
 
 
@@ -268,8 +266,15 @@ def release_stranded() -> int:
 
     A fan-out, a replay or a result that saw the endpoint paused may be committed just after it was resumed.
     """
-    stranded = Delivery.objects.filter(state=Delivery.State.HELD, endpoint__status=Endpoint.Status.ACTIVE)
-    return stranded.update(state=Delivery.State.PENDING, due_at=Now())
+    return _release(Delivery.objects.filter(endpoint__status=Endpoint.Status.ACTIVE))
+
+
+def _release(deliveries: models.QuerySet[Delivery]) -> int:
+    """Makes due what of these is held, and returns how many."""
+    count = deliveries.filter(state=Delivery.State.HELD).update(state=Delivery.State.PENDING, due_at=Now())
+    if count:
+        transaction.on_commit(announce, robust=True)
+    return count
 
 
 # --- Replays
@@ -288,14 +293,8 @@ def replay_delivery(*, delivery: Delivery, actor: Actor, reason: str = "") -> De
         old = Delivery.objects.select_related("endpoint__tenant").select_for_update(of=("self",)).get(pk=delivery.pk)
         if old.state in (Delivery.State.PENDING, Delivery.State.SENDING):
             raise NotReplayable(f"{old.typeid} is still under way ({old.get_state_display()}); wait until it has ended")
-        active = old.endpoint.status == Endpoint.Status.ACTIVE
         new = Delivery.objects.create(
-            event_id=old.event_id,
-            endpoint_id=old.endpoint_id,
-            contract=contract_keys().get(old.endpoint.contract, old.endpoint.contract),
-            state=Delivery.State.PENDING if active else Delivery.State.HELD,
-            trigger=Delivery.Trigger.MANUAL,
-            replay_of=old,
+            event_id=old.event_id, trigger=Delivery.Trigger.MANUAL, replay_of=old, **_beginning(old.endpoint)
         )
         record_audit(
             actor=actor,
@@ -307,6 +306,16 @@ def replay_delivery(*, delivery: Delivery, actor: Actor, reason: str = "") -> De
         )
         transaction.on_commit(announce, robust=True)
     return new
+
+
+def _beginning(endpoint: Endpoint) -> dict[str, Any]:
+    """How a delivery to an endpoint begins today, as the fan-out begins one (querysets.STORE_EVENTS)."""
+    active = endpoint.status == Endpoint.Status.ACTIVE
+    return {
+        "endpoint": endpoint,
+        "contract": contract_keys().get(endpoint.contract, endpoint.contract),
+        "state": Delivery.State.PENDING if active else Delivery.State.HELD,
+    }
 
 
 def create_replay_job(*, job: ReplayJob, actor: Actor) -> ReplayJob:
@@ -361,17 +370,10 @@ def step_replay_job(job_id: uuid.UUID, limit: int) -> int | None:
         if job.position:
             found = found.filter(id__gt=job.position)
         page = list(found.values_list("id", "event_id")[:limit])
-        active = job.endpoint.status == Endpoint.Status.ACTIVE
-        contract = contract_keys().get(job.endpoint.contract, job.endpoint.contract)
+        beginning = _beginning(job.endpoint)
         Delivery.objects.bulk_create(
             Delivery(
-                event_id=event_id,
-                endpoint_id=job.endpoint_id,
-                contract=contract,
-                state=Delivery.State.PENDING if active else Delivery.State.HELD,
-                trigger=Delivery.Trigger.REPLAY,
-                replay_of_id=old_id,
-                replay_job=job,
+                event_id=event_id, trigger=Delivery.Trigger.REPLAY, replay_of_id=old_id, replay_job=job, **beginning
             )
             for old_id, event_id in page
         )

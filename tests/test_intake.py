@@ -10,7 +10,7 @@ from django.db import OperationalError
 from django.test import Client
 from django.utils import timezone
 
-from deliveries.intake import FastLane
+from deliveries.intake import FastLane, tenant_of
 from deliveries.models import Delivery, Event
 from endpoints.models import ApiKey
 from endpoints.services import SYSTEM, revoke_api_key
@@ -306,3 +306,12 @@ def test_a_database_that_is_away_at_the_look_up_of_the_key_is_503(headers, monke
     assert comparable(fast) == comparable(slow)
     assert error(fast) == (503, "unavailable")
     assert fast[1]["retry-after"] == "1"
+
+
+def test_a_refusal_is_a_new_one_each_time(db):
+    """One instance raised again and again would keep the frames, and so the bodies, of all requests before."""
+    with pytest.raises(Problem) as first:
+        tenant_of(None)
+    with pytest.raises(Problem) as second:
+        tenant_of(None)
+    assert first.value is not second.value

@@ -46,7 +46,7 @@ class Answer:
         return HttpResponse(self.body, status=self.status, content_type=self.content_type, headers=dict(self.headers))
 
 
-@dataclass
+@dataclass(eq=False)
 class Problem(Exception):
     """A refusal that the caller can act on: `code` for programs, `detail` for people, `pointer` to the place."""
 

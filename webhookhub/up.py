@@ -49,7 +49,7 @@ def _check_free(name: str, port: int) -> None:
     except OSError as error:
         reason = os.strerror(error.errno or 0)
         raise SettingError(
-            f"port {port} cannot be used: {reason}. Stop what uses it, or set {name} to another"
+            f"port {port} cannot be used: {reason}. Stop what uses it (another script/up?), or set {name} to another"
         ) from error
 
 
