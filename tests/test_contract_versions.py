@@ -12,7 +12,7 @@ from endpoints.contracts import BETTERSTOOD, BRIEF, KINGMINOS, STANDARD, Step, d
 from endpoints.models import ContractVersion, Endpoint
 from endpoints.services import SYSTEM, contract_of
 from tests.receiver import answer
-from tests.receiver_kit import receiver as kit
+from webhookhub import receiver as kit
 
 QUICK = dataclasses.replace(STANDARD, steps=(Step(1_000_000, 1_000_000),))
 

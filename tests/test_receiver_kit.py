@@ -5,7 +5,8 @@ import hmac
 import pytest
 
 from endpoints.signing import SCHEMES, generate_ed25519_secret, generate_secret, parse_secret
-from tests.receiver_kit import SecretError, VerificationError, Verified, receiver, verify
+from webhookhub import signatures
+from webhookhub.receiver import SecretError, VerificationError, Verified, verify
 
 NOW = 1_768_478_400
 SECRET, OLD = generate_secret(), generate_secret()
@@ -91,9 +92,9 @@ def test_the_timestamp_may_be_as_far_off_as_the_tolerance_either_way(scheme):
 
 
 def test_the_clock_is_read_when_no_time_is_given(monkeypatch):
-    monkeypatch.setattr(receiver.time, "time", lambda: NOW + 300.0)
+    monkeypatch.setattr(signatures.time, "time", lambda: NOW + 300.0)
     assert verify(BODY, headers(), SECRET).timestamp == NOW
-    monkeypatch.setattr(receiver.time, "time", lambda: NOW + 301.0)
+    monkeypatch.setattr(signatures.time, "time", lambda: NOW + 301.0)
     with pytest.raises(VerificationError, match="in the past"):
         verify(BODY, headers(), SECRET)
 
@@ -145,11 +146,11 @@ def test_what_is_not_signed_is_not_reported():
 
 def test_signatures_are_compared_in_constant_time(monkeypatch):
     compared = []
-    monkeypatch.setattr(receiver.hmac, "compare_digest", lambda a, b: compared.append(len(b)) or False)
+    monkeypatch.setattr(signatures.hmac, "compare_digest", lambda a, b: compared.append(len(b)) or False)
     for scheme in ("standard-webhooks", "stripe-like", "github-like", "shopify-like", "slack-like"):
         assert code(BODY, headers(scheme=scheme), SECRET, scheme=scheme) == "signature_mismatch"
     assert compared == [44, 64, 64, 44, 64]
-    assert receiver.hmac is hmac
+    assert signatures.hmac is hmac
 
 
 @pytest.mark.parametrize(
