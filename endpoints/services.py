@@ -159,6 +159,21 @@ def _signing_key(sealed: bytes, scheme: str) -> signing.Key:
     return signing.SCHEMES[scheme].parse_secret(encryption.unseal(sealed, settings.ENCRYPTION_KEYS))
 
 
+def verifying_secrets(endpoint: Endpoint) -> list[str]:
+    """What the endpoint's receiver verifies with now: its secrets as text, of a `whsk_` pair the public half.
+
+    Raises encryption.Unreadable, or signing.SecretError for one that its contract's scheme cannot use.
+    """
+    scheme = _scheme_of(endpoint)
+    sealed = EndpointSecret.objects.valid().filter(endpoint=endpoint).values_list("sealed", flat=True)
+    secrets = [encryption.unseal(bytes(one), settings.ENCRYPTION_KEYS) for one in sealed]
+    keys = [scheme.parse_secret(secret) for secret in secrets]
+    return [
+        key.public_secret if isinstance(key, signing.Ed25519Key) else secret
+        for key, secret in zip(keys, secrets, strict=True)
+    ]
+
+
 # --- Contracts
 
 _stored: set[str] = set()  # keys whose rows this process knows to be there

@@ -26,7 +26,7 @@ def receive(tenant, make_endpoint, pump, monkeypatch):
 
     def run(rotate=False, **switches):
         defaults = {"port": 0, "secret": None, "endpoint": None, "status": 200, "header": [], "wait": 0}
-        defaults |= {"drip": None, "hang": False, "close": False, "quiet": False}
+        defaults |= {"scheme": "standard-webhooks", "drip": None, "hang": False, "close": False, "quiet": False}
         printed: list[str] = []
         server = Receiver(argparse.Namespace(**{**defaults, **switches}), printed.append)
         servers.append(server)

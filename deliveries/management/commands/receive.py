@@ -1,32 +1,39 @@
-"""`manage.py receive`: a receiver to develop against."""
+"""`manage.py receive`: a receiver to develop against, made with the receiver kit (clients/python)."""
 
 import argparse
 import threading
 import time
+from collections import defaultdict
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import connection
-from standardwebhooks import Webhook, WebhookVerificationError
 
-from endpoints.models import Endpoint, EndpointSecret
-from endpoints.services import signing_keys
-from endpoints.signing import encode_key
+import webhookhub.receiver as kit
+from endpoints.contracts import CONTRACTS
+from endpoints.models import Endpoint
+from endpoints.services import verifying_secrets
+from endpoints.signing import SCHEMES
 from webhookhub.ids import parse_typeid
+from webhookhub.stores import MemoryStore
 
 
 class Command(BaseCommand):
     """Prints each request that verifies, and misbehaves as it is told."""
 
-    help = "Receives webhooks on loopback: prints each verified request, and answers as the switches say."
+    help = "Receives webhooks on loopback: prints each request, verified or repeated or not, and answers as it is told."
 
     def add_arguments(self, parser: CommandParser) -> None:
         """The switches."""
         parser.add_argument("--port", type=int, default=8001, help="port on 127.0.0.1 (default 8001)")
         key = parser.add_mutually_exclusive_group()
-        key.add_argument("--secret", action="append", help="whsec_... to verify with; may be given several times")
+        key.add_argument("--secret", action="append", help="to verify with; may be given several times")
         key.add_argument("--endpoint", help="ep_... whose secrets in the database verify (default: by the port)")
+        parser.add_argument(
+            "--scheme", choices=SCHEMES, default="standard-webhooks", help="how --secret signs (default %(default)s)"
+        )
         parser.add_argument("--status", type=int, default=200, help="answer with this status (default 200)")
         parser.add_argument(
             "--header", action="append", default=[], help="add this line to the answer: 'Retry-After: 30'"
@@ -64,39 +71,46 @@ class Receiver(ThreadingHTTPServer):
         self.say = say
         self.count = 0
         self.lock = threading.Lock()
-        self.secrets: list[str] = switches.secret or []
+        self.stores: defaultdict[str, MemoryStore] = defaultdict(MemoryStore)  # one for each endpoint
+        self.kits = [self._kit("", switches.secret, switches.scheme)] if switches.secret else []
         super().__init__(("127.0.0.1", switches.port), Handler)
 
-    def verify(self, body: bytes, headers: dict[str, str]) -> bool:
-        """Whether one of the secrets signed it; they are read again when none did, for they may have been rotated."""
-        if self._verifies(body, headers):
-            return True
-        if self.switches.secret:
-            return False
-        self.secrets = self._look_up()
-        return self._verifies(body, headers)
+    def receive(self, body: bytes, headers: dict[str, str]) -> tuple[kit.Message | None, kit.Response]:
+        """The message, None if it does not verify, and the answer.
 
-    def _verifies(self, body: bytes, headers: dict[str, str]) -> bool:
-        for secret in self.secrets:
-            try:
-                Webhook(secret).verify(body, headers)
-            except WebhookVerificationError:
-                continue
-            except (ValueError, RecursionError):
-                pass  # the library parses what it has verified, which need not be JSON that Python reads
-            return True
-        return False
+        Secrets are read again when none of them has signed it, for they may have been rotated.
+        """
+        found = self._open(body, headers)
+        if not found and not self.switches.secret:
+            self.kits = self._look_up()
+            found = self._open(body, headers)
+        if not found:
+            return None, kit.Response(401)
+        receiver, message = found
+        return message, receiver.process(message)
 
-    def _look_up(self) -> list[str]:
+    def _open(self, body: bytes, headers: dict[str, str]) -> tuple[kit.Receiver, kit.Message] | None:
+        for receiver in self.kits:
+            with suppress(kit.VerificationError):
+                return receiver, receiver.open(body, headers)
+        return None
+
+    def _look_up(self) -> list[kit.Receiver]:
         if self.switches.endpoint:
             found = Endpoint.objects.filter(pk=parse_typeid(Endpoint.prefix, self.switches.endpoint))
         else:
             found = Endpoint.objects.filter(url__contains=f":{self.server_port}/")
         try:
-            sealed = EndpointSecret.objects.valid().filter(endpoint__in=found).values_list("sealed", flat=True)
-            return [encode_key(key) for key in signing_keys([bytes(one) for one in sealed], "standard-webhooks")]
+            return [
+                self._kit(endpoint.typeid, secrets, CONTRACTS[endpoint.contract].signature)
+                for endpoint in found
+                if (secrets := verifying_secrets(endpoint))
+            ]
         finally:
             connection.close()  # each connection to this server has a thread, and would keep one of its own
+
+    def _kit(self, name: str, secrets: list[str], scheme: str) -> kit.Receiver:
+        return kit.Receiver(secrets, lambda _: self.switches.status, self.stores[name], scheme=scheme)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -111,23 +125,24 @@ class Handler(BaseHTTPRequestHandler):
         switches = self.server.switches
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         headers = {name.lower(): value for name, value in self.headers.items()}
-        verified = self.server.verify(body, headers)
-        self._print(body, headers, verified)
+        message, response = self.server.receive(body, headers)
+        self._print(body, headers, message, response)
         if switches.hang:
             threading.Event().wait()
         if switches.close:
             self.close_connection = True
             return
         time.sleep(switches.wait)
-        self._answer(switches.status if verified else 401)
+        self._answer(response.status)
 
-    def _print(self, body: bytes, headers: dict[str, str], verified: bool) -> None:
+    def _print(self, body: bytes, headers: dict[str, str], message: kit.Message | None, response: kit.Response) -> None:
         with self.server.lock:
             self.server.count += 1
             if not self.server.switches.quiet:
-                mark = "verified" if verified else "NOT VERIFIED"
+                mark = "NOT VERIFIED" if message is None else "repeated" if response.repeated else "verified"
+                message_id = headers.get("webhook-id") if message is None else message.message_id
                 shown = body[:2_000].decode("utf-8", "backslashreplace")
-                self.server.say(f"{mark} {headers.get('webhook-id')} {len(body)} bytes {shown}")
+                self.server.say(f"{mark} {message_id} {len(body)} bytes {shown}")
             elif self.server.count % 1_000 == 0:
                 self.server.say(f"{self.server.count} requests")
 
