@@ -78,9 +78,9 @@ class Response(NamedTuple):
     @property
     def headers(self) -> dict[str, str]:
         """The header lines."""
-        lines = {"Content-Type": self.content_type}
-        if self.status not in (204, 304):  # those must not have one
-            lines["Content-Length"] = str(len(self.body))
+        lines = {"Content-Type": self.content_type, "Content-Length": str(len(self.body))}
+        if self.status in (204, 304):  # which have no content
+            lines.clear()
         if self.retry_after is not None:
             lines["Retry-After"] = str(self.retry_after)
         return lines
