@@ -394,6 +394,27 @@ def test_a_copy_that_waits_processes_the_message_when_the_first_fails(make, hand
     assert len(handler.messages) == 1
 
 
+def test_a_store_in_memory_looks_and_claims_in_one_step():
+    class Slow(dict):
+        def get(self, name):
+            found = super().get(name)
+            threading.Event().wait(0.005)  # long enough for another thread to look, too
+            return found
+
+    store = MemoryStore()
+    store.claim([], "", lease=0)  # prunes, which makes a new dict
+    store._entries = Slow()
+    claims = []
+    threads = [
+        threading.Thread(target=lambda: claims.append(store.claim(["id:evt_1"], "x", lease=60))) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert sorted(claims, key=bool) == [None, Held(None), Held(None)]
+
+
 def test_copies_in_several_processes_are_processed_once(tmp_path):
     program = """if True:
         import sys
