@@ -1,0 +1,88 @@
+"""The request that an event becomes under a contract: its header lines and its body. Pure."""
+
+import base64
+import uuid
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+import msgspec
+
+from endpoints.contracts import Contract
+from endpoints.signing import SCHEMES, Key
+from webhookhub.ids import typeid
+
+CLOUD_EVENT = "application/cloudevents+json"
+
+
+class Message(NamedTuple):
+    """What is told of one event in one attempt.
+
+    `projection` is the payload as its type's limits leave it, and takes its place in an envelope.
+    """
+
+    event_id: uuid.UUID
+    delivery_id: uuid.UUID
+    tenant_id: uuid.UUID
+    type: str
+    accepted_at: datetime
+    sequence: int
+    key: uuid.UUID
+    attempt: int
+    content_type: str
+    payload: bytes
+    projection: bytes | None
+
+
+def compose(contract: Contract, message: Message, keys: Sequence[Key], timestamp: int) -> tuple[list[str], bytes]:
+    """The header lines and the body, signed at `timestamp` (Unix seconds).
+
+    All but the attempt's number, the timestamp and the signature is the same on every attempt and replay. Raises
+    ValueError without keys.
+    """
+    event_id = typeid(contract.event_prefix, message.event_id)
+    content_type, body = message.content_type, message.payload
+    if contract.envelope:
+        content_type, body = CLOUD_EVENT, cloud_event(message, event_id)
+    headers = SCHEMES[contract.signature](event_id, timestamp, body, keys)
+    if contract.headers:
+        values = {
+            "attempt": message.attempt,
+            "time": rfc3339(message.accepted_at),
+            "sequence": message.sequence,
+            "key": message.key,
+            "event": event_id,
+            "delivery": typeid("dlv", message.delivery_id),
+        }
+        headers += [line.format_map(values) for line in contract.headers]
+    headers.append(f"content-type: {content_type}")
+    return headers, body
+
+
+def cloud_event(message: Message, event_id: str) -> bytes:
+    """A CloudEvent 1.0 in structured JSON whose `data` is the payload's own bytes (`data_base64` if it is no JSON)."""
+    attributes = {
+        "specversion": "1.0",
+        "id": event_id,
+        "source": f"urn:webhookhub:{typeid('ten', message.tenant_id)}",
+        "type": message.type,
+        "time": rfc3339(message.accepted_at),
+        "datacontenttype": message.content_type,
+    }
+    head = msgspec.json.encode(attributes)[:-1]
+    if message.content_type.partition(";")[0] != "application/json":
+        return head + b',"data_base64":"' + base64.b64encode(message.payload) + b'"}'
+    data = message.payload if message.projection is None else message.projection
+    return head + b',"data":' + data + b"}"
+
+
+def envelope_bytes(event_id: uuid.UUID, tenant_id: uuid.UUID, event_type: str) -> int:
+    """How much a CloudEvent around JSON adds to it."""
+    key, moment = uuid.UUID(int=0), datetime(1970, 1, 1, tzinfo=UTC)
+    bare = Message(event_id, key, tenant_id, event_type, moment, 0, key, 1, "application/json", b"", None)
+    return len(cloud_event(bare, typeid("evt", event_id)))
+
+
+def rfc3339(moment: datetime) -> str:
+    """A moment in UTC with six digits of the second, always 27 characters."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

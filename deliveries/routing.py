@@ -1,0 +1,151 @@
+"""Where an event of a type with rules of its own goes, and within which limits: lifecycle, conditions, projection."""
+
+import logging
+import re
+import uuid
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+import msgspec
+
+from deliveries.messages import envelope_bytes, rfc3339
+from deliveries.models import Event
+from endpoints.catalogues import INTERACTION, SEQUENCE
+from endpoints.conditions import compile_condition
+from endpoints.contracts import BETTERSTOOD
+from endpoints.models import EventType, Rule
+from endpoints.projection import ProjectionGap, project
+from webhookhub.ids import typeid
+
+logger = logging.getLogger(__name__)
+
+MAX_INTERACTION_CHARS = 256  # Betterstood: "Identifier ... values are at most 256 characters"
+_VERSION = re.compile(r"\.(v[0-9]+)\Z")
+
+
+class Place(NamedTuple):
+    """A place in the life of an interaction, which one event takes."""
+
+    interaction: str
+    sequence: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of an event before it is stored.
+
+    It is sent to `destination`, or with `fan_out` to all who ask for its type; `projection` is its data within the
+    type's limits, `gap` says why there is none.
+    """
+
+    is_known: bool = True
+    state: str = Event.State.ACCEPTED
+    fan_out: bool = True
+    destination: uuid.UUID | None = None
+    projection: bytes | None = None
+    gap: str = ""
+    place: Place | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """An event that its type forbids; nothing of it is stored. `pointer` leads to the member at fault."""
+
+    status: int
+    code: str
+    detail: str
+    pointer: str
+
+
+def look_at(*, tenant_id: uuid.UUID, event_id: uuid.UUID, event_type: str, payload: bytes) -> Known | Rejected:
+    """What a tenant's catalogue and rules say of an event whose type is in the catalogue."""
+    kind = EventType.objects.get(tenant=tenant_id, name=event_type)
+    data = _read(payload)
+    if kind.lifecycle_sequence is None and kind.mode == EventType.Mode.SUBSCRIBED:
+        return Known(**_projected(kind, event_id, payload))
+    if not isinstance(data, dict):
+        return Rejected(400, "data_not_object", f"The data of {event_type} must be an object", "/data")
+    if rejected := _check_sequence(kind, data):
+        return rejected
+    if data.get("isTest") is True or data.get("mode") == "MOCK":
+        return Known(state=Event.State.TEST, fan_out=False)
+    projected = _projected(kind, event_id, payload)
+    if kind.mode == EventType.Mode.CONDITIONAL:
+        rule = choose(tenant_id, event_type, view(event_id, event_type, data))
+        return Known(fan_out=False, destination=rule.endpoint_id if rule else None, **projected)
+    place = _place(kind, data)
+    return place if isinstance(place, Rejected) else Known(place=place, **projected)
+
+
+def _read(payload: bytes) -> Any:
+    try:
+        return msgspec.json.decode(payload)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _check_sequence(kind: EventType, data: dict[str, Any]) -> Rejected | None:
+    expected, pointer = kind.lifecycle_sequence, f"/data/{SEQUENCE}"
+    if expected is None:
+        detail = f"{kind.name} has no place in a lifecycle; leave data.{SEQUENCE} out"
+        return Rejected(400, "lifecycle_sequence_unexpected", detail, pointer) if SEQUENCE in data else None
+    found = data.get(SEQUENCE)
+    if found == expected and not isinstance(found, bool):
+        return None
+    return Rejected(400, "lifecycle_sequence_wrong", f"data.{SEQUENCE} of {kind.name} must be {expected}", pointer)
+
+
+def _place(kind: EventType, data: dict[str, Any]) -> Place | Rejected:
+    interaction, version = data.get(INTERACTION), _VERSION.search(kind.name)
+    if not isinstance(interaction, str) or not 0 < len(interaction) <= MAX_INTERACTION_CHARS or "\0" in interaction:
+        detail = f"data.{INTERACTION} must be a text of 1 to {MAX_INTERACTION_CHARS} characters: the interaction's id"
+        return Rejected(400, "interaction_missing", detail, f"/data/{INTERACTION}")
+    assert kind.lifecycle_sequence is not None
+    return Place(interaction, kind.lifecycle_sequence, version[1] if version else "")
+
+
+# --- Limits
+
+
+def _projected(kind: EventType, event_id: uuid.UUID, payload: bytes) -> dict[str, Any]:
+    """Projection, state and gap of an event."""
+    try:
+        return {"projection": within_limits(kind, event_id, payload)}
+    except ProjectionGap as gap:
+        return {"state": Event.State.PROJECTION_GAP, "gap": str(gap)[:500]}
+
+
+def within_limits(kind: EventType, event_id: uuid.UUID, payload: bytes) -> bytes | None:
+    """An event's data within the limits of its type, None where it is no object. Raises ProjectionGap."""
+    if not payload.lstrip().startswith(b"{"):
+        return None
+    assert BETTERSTOOD.max_body_bytes
+    room = BETTERSTOOD.max_body_bytes - envelope_bytes(event_id, kind.tenant_id, kind.name)
+    return project(payload, kind.schema, max_bytes=room).data
+
+
+# --- Conditions
+
+
+def view(event_id: uuid.UUID, event_type: str, data: Any) -> dict[str, Any]:
+    """An event as conditions see it."""
+    return {
+        "id": typeid(Event.prefix, event_id),
+        "type": event_type,
+        "time": rfc3339(datetime.now(UTC)),
+        "data": data,
+    }
+
+
+def rules_for(tenant_id: uuid.UUID, event_type: str) -> list[Rule]:
+    """The rules that events of a type are tried against, in order."""
+    rules = Rule.objects.filter(tenant=tenant_id, event_type=event_type, enabled=True)
+    return list(rules.select_related("endpoint").order_by("position", "id")[:100])
+
+
+def choose(tenant_id: uuid.UUID, event_type: str, event: dict[str, Any]) -> Rule | None:
+    """The first rule that matches."""
+    rules = rules_for(tenant_id, event_type)
+    return next((rule for rule in rules if compile_condition(rule.condition).matches(event)), None)
