@@ -19,8 +19,9 @@ from django.db import DatabaseError, InterfaceError, OperationalError, close_old
 
 from deliveries import payloads
 from deliveries.models import Event
-from deliveries.services import KeyReused, NewEvent, Published, Refused, publish_events
-from endpoints.models import EVENT_TYPE
+from deliveries.routing import Rejected
+from deliveries.services import KeyReused, NewEvent, Published, Publishing, Refused, publish_events
+from endpoints.models import EVENT_TYPE, ApiKey
 from endpoints.services import authenticate
 from webhookhub.api import Answer, Problem, parse_idempotency_key
 from webhookhub.database import settle_planner
@@ -71,8 +72,8 @@ def unavailable() -> Problem:
     return Problem(503, "unavailable", detail, headers={"Retry-After": "1"})
 
 
-def tenant_of(authorization: str | None) -> uuid.UUID:
-    """The tenant whose key an `Authorization` header shows. Raises Problem 401."""
+def key_of(authorization: str | None, *, of_endpoint: bool = False) -> ApiKey:
+    """The key that an `Authorization` header shows: one of a tenant, or one of an endpoint. Raises Problem 401, 403."""
     scheme, _, text = (authorization or "").partition(" ")
     try:
         key = authenticate(text.strip()) if scheme.lower() == "bearer" else None
@@ -80,7 +81,11 @@ def tenant_of(authorization: str | None) -> uuid.UUID:
         raise unavailable() from error
     if key is None:
         raise unauthorized()
-    return key.tenant_id
+    if key.endpoint_id and not of_endpoint:
+        raise Problem(403, "key_of_an_endpoint", "This key opens its endpoint's replay resource and nothing else")
+    if of_endpoint and not key.endpoint_id:
+        raise Problem(403, "key_of_a_tenant", "The replay resource is for a receiver: use a key bound to its endpoint")
+    return key
 
 
 def read_event(tenant_id: uuid.UUID, headers: Mapping[str, str], body: bytes) -> NewEvent:
@@ -131,7 +136,7 @@ def _read_metadata(value: bytes | None) -> dict[str, str]:
     return metadata
 
 
-def answer(event: NewEvent, result: Published | KeyReused | Refused) -> Answer:
+def answer(event: NewEvent, result: Publishing) -> Answer:
     """What the caller is told of a result."""
     match result:
         case Published(event_id, repeated):
@@ -141,6 +146,8 @@ def answer(event: NewEvent, result: Published | KeyReused | Refused) -> Answer:
             first = typeid(Event.prefix, event_id)
             detail = f"This Idempotency-Key belongs to another event, {first}. Use a new key for a new event"
             return Problem(422, "idempotency_key_reused", detail).answer()
+        case Rejected(status, code, detail, pointer):
+            return Problem(status, code, detail, pointer).answer()
         case Refused(transient=True):
             return unavailable().answer()
         case _:
@@ -233,7 +240,7 @@ class FastLane:
         await send_answer(send, result)
 
     async def _tenant_of(self, authorization: str | None) -> uuid.UUID:
-        """As `tenant_of`, remembered for API_KEY_CACHE_SECONDS."""
+        """The tenant of `key_of`, remembered for API_KEY_CACHE_SECONDS."""
         now = time.monotonic()
         until, tenant_id = self._tenants.get(authorization or "", (0.0, None))
         if tenant_id is None or until < now:
@@ -247,7 +254,7 @@ class FastLane:
 
 def _look_up(authorization: str | None) -> uuid.UUID:
     close_old_connections()
-    return tenant_of(authorization)
+    return key_of(authorization).tenant_id
 
 
 async def read_body(receive: Receive) -> bytes | None:

@@ -19,7 +19,7 @@ from rq.utils import now
 
 from deliveries.models import ReplayJob
 from deliveries.pump import Pump
-from deliveries.services import release_stranded, step_replay_job
+from deliveries.services import release_stranded, repair_projection_gaps, step_replay_job
 from webhookhub.limits import raise_descriptor_limit
 
 logger = logging.getLogger(__name__)
@@ -101,6 +101,12 @@ def release_held() -> None:
         logger.warning("%d deliveries were on hold for endpoints that are active; they are due", count)
 
 
+def repair_gaps() -> None:
+    """Sends events on that fit their type's limits since these were changed."""
+    if count := repair_projection_gaps():
+        logger.warning("%d projection gaps are repaired", count)
+
+
 def clear_sessions() -> None:
     """Removes login sessions that have expired."""
     call_command("clearsessions")
@@ -117,6 +123,7 @@ class Clock(DjangoCronScheduler):
         self._stopped = threading.Event()
         self.register(run_replay_jobs, settings.JOBS_QUEUE, interval=REPLAY_SECONDS)
         self.register(release_held, settings.JOBS_QUEUE, interval=60)
+        self.register(repair_gaps, settings.JOBS_QUEUE, interval=10)
         self.register(clear_sessions, settings.JOBS_QUEUE, interval=86_400)
 
     def enqueue_jobs(self) -> list[CronJob]:

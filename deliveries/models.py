@@ -19,6 +19,12 @@ class Event(Record):
 
     prefix = "evt"
 
+    class State(models.TextChoices):
+        ACCEPTED = "accepted", "Accepted"
+        TEST = "test", "Test, not sent on"
+        PROJECTION_GAP = "projection_gap", "Projection gap"
+        CONTROL = "control", "Made by the hub"
+
     tenant = models.ForeignKey(Tenant, on_delete=models.PROTECT, related_name="+", db_index=False)
     type = models.CharField(max_length=200, validators=[event_type_validator])
     payload = models.BinaryField()
@@ -27,6 +33,13 @@ class Event(Record):
     caller_key = models.CharField(max_length=255, null=True, help_text="The Idempotency-Key it was posted with.")
     metadata = models.JSONField(default=dict)
     accepted_at = models.DateTimeField(db_default=Now())
+    sequence = models.BigIntegerField(
+        db_default=models.Func(models.Value("deliveries_event_sequence"), function="nextval"),
+        help_text="Higher for what was accepted later.",
+    )
+    state = models.CharField(max_length=20, choices=State, default=State.ACCEPTED)
+    projection = models.BinaryField(null=True, help_text="The payload within its type's limits.")
+    payload_deleted_at = models.DateTimeField(null=True, help_text="Its payload is gone; it cannot be sent again.")
 
     objects = EventQuerySet.as_manager()
 
@@ -42,8 +55,15 @@ class Event(Record):
         indexes = [
             # A tenant's log, newest first.
             models.Index(fields=["tenant", "-id"], name="event_log"),
+            # Of one type (GET /v1/events?type=).
+            models.Index(fields=["tenant", "type", "-id"], name="event_log_of_type"),
+            # Gaps to repair (services.repair_projection_gaps).
+            models.Index(fields=["id"], condition=models.Q(state="projection_gap"), name="event_gaps"),
         ]
-        permissions = [("view_payload", "Can see payloads and response bodies")]
+        permissions = [
+            ("view_payload", "Can see payloads and response bodies"),
+            ("delete_payload", "Can delete the payload of events"),
+        ]
 
 
 class Delivery(Record):
@@ -63,12 +83,14 @@ class Delivery(Record):
         AUTOMATIC = "automatic", "Automatic"
         MANUAL = "manual", "Manual"
         REPLAY = "replay", "Replay job"
+        TEST = "test", "Test"
+        VERIFICATION = "verification", "Verification"
 
-    event = models.ForeignKey(Event, on_delete=models.CASCADE, related_name="deliveries")
+    event = models.ForeignKey(Event, on_delete=models.CASCADE, related_name="deliveries", db_index=False)
     endpoint = models.ForeignKey(Endpoint, on_delete=models.PROTECT, related_name="+", db_index=False)
     state = models.CharField(max_length=10, choices=State, default=State.PENDING)
-    contract = models.CharField(max_length=70, help_text="Key of the contract it started with, and keeps to.")
-    trigger = models.CharField(max_length=10, choices=Trigger, default=Trigger.AUTOMATIC)
+    contract = models.CharField(max_length=80, help_text="Key of the contract it started with, and keeps to.")
+    trigger = models.CharField(max_length=12, choices=Trigger, default=Trigger.AUTOMATIC)
     replay_of = models.ForeignKey("self", on_delete=models.SET_NULL, null=True, related_name="replays", db_index=False)
     replay_job = models.ForeignKey(
         "ReplayJob", on_delete=models.SET_NULL, null=True, related_name="deliveries", db_index=False
@@ -81,7 +103,13 @@ class Delivery(Record):
     first_attempt_at = models.DateTimeField(null=True, help_text="Some contracts count from it.")
     attempts_made = models.PositiveSmallIntegerField(default=0)
     last_status = models.PositiveSmallIntegerField(null=True)
-    last_error = models.CharField(max_length=40, blank=True, default="")
+    last_error = models.CharField(max_length=60, blank=True, default="", help_text="In its contract's words.")
+    outcome = models.CharField(
+        max_length=20, blank=True, default="", db_default="", help_text="Its contract's word for how it ended."
+    )
+    credits = models.PositiveSmallIntegerField(
+        default=0, db_default=0, help_text="Charged when its event first arrives at its endpoint."
+    )
     finished_at = models.DateTimeField(null=True)
 
     objects = DeliveryQuerySet.as_manager()
@@ -97,6 +125,8 @@ class Delivery(Record):
             models.Index(fields=["lease_until"], condition=models.Q(state="sending"), name="delivery_lease"),
             # An endpoint's deliveries, newest first, and all of one state for release and bulk replay.
             models.Index(fields=["endpoint", "state", "-id"], name="delivery_of_endpoint"),
+            # The deliveries of an event, and whether one has arrived (EventQuerySet.delivered).
+            models.Index(fields=["event", "endpoint", "state"], name="delivery_of_event"),
             # What a delivery was replayed by.
             models.Index(fields=["replay_of"], condition=models.Q(replay_of__isnull=False), name="delivery_replays"),
             # How far a replay job is.
@@ -140,6 +170,81 @@ class Attempt(Record):
         constraints = [
             # Also the timeline of a delivery, in order.
             models.UniqueConstraint(fields=["delivery", "number"], name="attempt_number_once"),
+        ]
+
+
+class Reservation(models.Model):
+    """A place in the life of an interaction, taken by one event for good."""
+
+    tenant = models.ForeignKey(Tenant, on_delete=models.CASCADE, related_name="+", db_index=False)
+    interaction = models.CharField(max_length=256)
+    sequence = models.PositiveSmallIntegerField()
+    version = models.CharField(max_length=20, help_text="Of the event's schema: v1.")
+    event = models.ForeignKey(Event, on_delete=models.CASCADE, related_name="+")
+
+    class Meta:
+        constraints = [
+            # One event each, whoever posts it how often: completed and failed share their place.
+            models.UniqueConstraint(fields=["tenant", "interaction", "sequence", "version"], name="reservation_once"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.interaction} {self.sequence} {self.version}"
+
+
+class ProjectionGap(Record):
+    """An event whose data does not fit its type's limits, not even at its least. Not a failed delivery."""
+
+    prefix = "gap"
+
+    event = models.OneToOneField(Event, on_delete=models.CASCADE, related_name="gap")
+    detail = models.CharField(max_length=500, help_text="What does not fit.")
+    created_at = models.DateTimeField(db_default=Now())
+    tried_at = models.DateTimeField(db_default=Now(), help_text="When it was last projected.")
+    repaired_at = models.DateTimeField(null=True)
+
+
+class Credit(Record):
+    """A credit that was charged. Rows are only ever added; a trigger of the database sees to that."""
+
+    prefix = "crd"
+
+    tenant = models.ForeignKey(Tenant, on_delete=models.PROTECT, related_name="credits")
+    event_id = models.UUIDField()
+    endpoint_id = models.UUIDField()
+    delivery_id = models.UUIDField()
+    amount = models.PositiveSmallIntegerField()
+    created_at = models.DateTimeField(db_default=Now())
+
+    class Meta:
+        constraints = [
+            # Never twice, whatever is retried, replayed or written again after a crash.
+            models.UniqueConstraint(fields=["event_id", "endpoint_id"], name="credit_once"),
+        ]
+
+
+class Verification(Record):
+    """A challenge sent to an endpoint, which its owner pastes back."""
+
+    prefix = "ver"
+
+    endpoint = models.ForeignKey(Endpoint, on_delete=models.CASCADE, related_name="verifications")
+    delivery = models.OneToOneField(Delivery, on_delete=models.CASCADE, related_name="verification")
+    challenge = models.CharField(max_length=32)
+    wrong_answers = models.PositiveSmallIntegerField(default=0)
+    created_at = models.DateTimeField(db_default=Now())
+    expires_at = models.DateTimeField()
+    confirmed_at = models.DateTimeField(null=True)
+    voided_at = models.DateTimeField(null=True, help_text="Another took its place, or too many wrong answers came.")
+
+    class Meta:
+        constraints = [
+            # The one that counts.
+            models.UniqueConstraint(
+                fields=["endpoint"],
+                condition=models.Q(voided_at__isnull=True, confirmed_at__isnull=True),
+                name="verification_open_once",
+            ),
         ]
 
 

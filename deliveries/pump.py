@@ -18,18 +18,19 @@ from django.conf import settings
 from django.db import InterfaceError, OperationalError, connection
 
 from deliveries.claiming import Claimer
-from deliveries.models import Delivery, Event
+from deliveries.messages import Message, compose
+from deliveries.models import Delivery
 from deliveries.querysets import Claimed, Result
-from deliveries.services import judge, reclaim_lost, record_results
+from deliveries.services import judge, park, reclaim_lost, record_results
 from deliveries.transport import Outcome, Request, Transport
 from deliveries.wake import Listener
 from endpoints.addresses import Blocked, Target
 from endpoints.contracts import STANDARD, Contract
 from endpoints.models import Endpoint
 from endpoints.services import contract_of, signing_keys
-from endpoints.signing import SCHEMES, Key
+from endpoints.signing import Key
 from webhookhub.database import settle_planner
-from webhookhub.ids import typeid, uuid7
+from webhookhub.ids import uuid7
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,6 @@ class Pump:
         self._claims: dict[uuid.UUID, uuid.UUID] = {}  # delivery -> claim token, of what is not recorded yet
         self._busy: Counter[uuid.UUID] = Counter()  # endpoint -> how many of these
         self._results: list[Result] = []
-        self._gone: list[uuid.UUID] = []  # endpoints to disable with the next record
         self._results_since = 0.0
         self._claim_at = self._claimed_at = self._renew_at = self._reclaim_at = 0.0
 
@@ -150,6 +150,7 @@ class Pump:
     def _send(self, row: Claimed, token: uuid.UUID) -> None:
         result = Result(
             delivery_id=row.id,
+            endpoint_id=row.endpoint_id,
             token=token,
             state=Delivery.State.HELD,
             id=uuid7(),
@@ -157,12 +158,16 @@ class Pump:
             url=row.url,
         )
         contract = contract_of(row.contract)
-        trial = _Trial(result, row.endpoint_id, contract or STANDARD, row.first_attempt_at)
-        if contract and row.endpoint_status == Endpoint.Status.ACTIVE:
-            self._start(trial, row, signing_keys(row.sealed, trial.contract.signature))
+        trial = _Trial(result, contract or STANDARD, row.first_attempt_at)
+        if contract and (contract.control or row.endpoint_status == Endpoint.Status.ACTIVE):
+            self._start(trial, row, signing_keys(row.sealed, contract.signature))
         else:
-            # It was paused between the fan-out and the claim, or follows a contract that this release does not know.
+            # It was stopped between the fan-out and the claim, or follows a contract that this release does not know:
+            # parked then, as a retry would be.
             result.attempted = False
+            if contract:
+                result.state = Delivery.State.PENDING
+                park(result, contract)
             self._keep(trial)
 
     def _start(self, trial: "_Trial", row: Claimed, keys: Sequence[Key]) -> None:
@@ -173,10 +178,10 @@ class Pump:
         try:
             target = _target(result.url)
         except Blocked as blocked:
+            result.reason = blocked.reason
             self._refuse(trial, "blocked_address", str(blocked))
             return
-        headers = SCHEMES[contract.signature](typeid(Event.prefix, row.event_id), int(time.time()), row.payload, keys)
-        headers.append(f"content-type: {row.content_type}")
+        headers, body = compose(contract, _message(row), keys, int(time.time()))
         result.request_headers = headers
         self._transport.send(
             Request(
@@ -184,7 +189,7 @@ class Pump:
                 url=target.url,
                 host=target.host,
                 headers=[*headers, *NOT_SENT],
-                body=row.payload,
+                body=body,
                 deadline=contract.deadline,
                 read_bytes=contract.read_bytes,
                 keep_bytes=contract.keep_bytes,
@@ -206,6 +211,7 @@ class Pump:
         result.started_at = outcome.started_at
         result.address = outcome.address
         result.status, result.error, result.detail = outcome.status, outcome.error, outcome.detail
+        result.reason = outcome.reason
         result.lookup_us, result.connect_us, result.tls_us, result.wait_us, result.total_us = timings
         result.response_headers = outcome.headers
         result.response_body = outcome.body
@@ -215,9 +221,7 @@ class Pump:
     def _judge(self, trial: "_Trial", retry_after: str | None) -> None:
         first_started = trial.first_attempt_at or trial.result.started_at or datetime.now(UTC)
         verdict = judge(trial.contract, trial.result, first_started=first_started, retry_after=retry_after)
-        if verdict.action == "disable":
-            self._gone.append(trial.endpoint_id)
-        elif verdict.action == "requeue":
+        if verdict.action == "requeue":
             logger.error("a delivery is put back: %s", trial.result.detail)
         self._keep(trial)
 
@@ -225,10 +229,11 @@ class Pump:
         if not self._results:
             self._results_since = time.monotonic()
         self._results.append(trial.result)
-        self._busy[trial.endpoint_id] -= 1
-        if self._busy[trial.endpoint_id] <= 0:
-            del self._busy[trial.endpoint_id]
-        if trial.endpoint_id in self._claimer.lagging:
+        endpoint_id = trial.result.endpoint_id
+        self._busy[endpoint_id] -= 1
+        if self._busy[endpoint_id] <= 0:
+            del self._busy[endpoint_id]
+        if endpoint_id in self._claimer.lagging:
             self._claim_soon()
 
     def _record(self) -> None:
@@ -239,11 +244,11 @@ class Pump:
             and time.monotonic() < self._results_since + GATHER_SECONDS
         ):
             return
-        record_results(self._results, gone=self._gone)
+        record_results(self._results)
         for result in self._results:
             self._claims.pop(result.delivery_id, None)
         self.recorded += len(self._results)
-        self._results, self._gone = [], []
+        self._results = []
 
 
 @dataclass(slots=True)
@@ -251,9 +256,24 @@ class _Trial:
     """An attempt under way: its result so far, and what judges it."""
 
     result: Result
-    endpoint_id: uuid.UUID
     contract: Contract
     first_attempt_at: datetime | None
+
+
+def _message(row: Claimed) -> Message:
+    return Message(
+        event_id=row.event_id,
+        delivery_id=row.id,
+        tenant_id=row.tenant_id,
+        type=row.type,
+        accepted_at=row.accepted_at,
+        sequence=row.sequence,
+        key=row.key,
+        attempt=row.attempts_made + 1,
+        content_type=row.content_type,
+        payload=row.payload,
+        projection=row.projection,
+    )
 
 
 @functools.lru_cache(maxsize=10_000)

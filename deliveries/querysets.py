@@ -17,31 +17,63 @@ if TYPE_CHECKING:
 else:
     Delivery = Event = models.Model
 
-# Each event once, with a delivery for every endpoint of its tenant that wants its type. What an endpoint that is not
-# active would get is held for it.
+# Each event once, with a delivery for every endpoint of its tenant that wants its type, or for the one that a rule has
+# chosen. What becomes of it where the endpoint is not active is for the contract to say. An event of a type about which
+# there is more to know (EventType.is_plain) comes back untouched, for services.publish_events to look at.
 STORE_EVENTS = """
 WITH input AS (
     SELECT * FROM unnest(
         %(id)s::uuid[], %(tenant)s::uuid[], %(type)s::text[], %(payload)s::bytea[], %(content_type)s::text[],
-        %(key)s::uuid[], %(caller_key)s::text[], %(metadata)s::text[], %(patterns)s::text[]
-    ) AS input (id, tenant_id, type, payload, content_type, key, caller_key, metadata, patterns)
+        %(key)s::uuid[], %(caller_key)s::text[], %(metadata)s::text[], %(patterns)s::text[], %(state)s::text[],
+        %(projection)s::bytea[], %(destination)s::uuid[], %(is_known)s::boolean[]
+    ) AS input (
+        id, tenant_id, type, payload, content_type, key, caller_key, metadata, patterns, state, projection,
+        destination, is_known
+    )
+), unknown AS (
+    SELECT input.id FROM input
+    JOIN endpoints_eventtype kind ON kind.tenant_id = input.tenant_id AND kind.name = input.type
+    WHERE NOT input.is_known
+      AND (kind.mode <> 'subscribed' OR kind.lifecycle_sequence IS NOT NULL OR kind.schema <> '{}')
 ), stored AS (
-    INSERT INTO deliveries_event (id, tenant_id, type, payload, content_type, key, caller_key, metadata)
-    SELECT id, tenant_id, type, payload, content_type, key, caller_key, metadata::jsonb FROM input
+    INSERT INTO deliveries_event (
+        id, tenant_id, type, payload, content_type, key, caller_key, metadata, state, projection
+    )
+    SELECT id, tenant_id, type, payload, content_type, key, caller_key, metadata::jsonb, state, projection
+    FROM input WHERE NOT EXISTS (SELECT FROM unknown WHERE unknown.id = input.id)
     ON CONFLICT (tenant_id, caller_key) WHERE caller_key IS NOT NULL DO NOTHING
     RETURNING id
 ), fan_out AS (
-    INSERT INTO deliveries_delivery (id, event_id, endpoint_id, contract, state, trigger, attempts_made, last_error)
-    SELECT hub_uuid7(), input.id, endpoint.id, coalesce(contract.key, endpoint.contract),
-           CASE endpoint.status WHEN 'active' THEN 'pending' ELSE 'held' END, 'automatic', 0, ''
+    INSERT INTO deliveries_delivery (
+        id, event_id, endpoint_id, contract, trigger, attempts_made, credits, state, last_error, outcome, finished_at
+    )
+    SELECT hub_uuid7(), input.id, endpoint.id, coalesce(contract.key, endpoint.contract), 'automatic', 0,
+           CASE WHEN input.destination IS NULL THEN 0 ELSE coalesce(contract.credits, 0) END,
+           CASE WHEN fate.is_active THEN 'pending' WHEN fate.is_dead THEN 'dead' ELSE 'held' END,
+           CASE WHEN NOT fate.is_dead THEN ''
+                WHEN tenant.webhooks_enabled THEN 'endpoint_inactive' ELSE 'webhooks_not_enabled' END,
+           CASE WHEN fate.is_dead THEN contract.unsent ELSE '' END,
+           CASE WHEN fate.is_dead THEN now() END
     FROM stored
     JOIN input USING (id)
+    JOIN endpoints_tenant tenant ON tenant.id = input.tenant_id
     JOIN endpoints_endpoint endpoint
-      ON endpoint.tenant_id = input.tenant_id AND endpoint.event_types && input.patterns::varchar[]
-    LEFT JOIN unnest(%(contract_names)s::text[], %(contract_keys)s::text[]) AS contract (name, key)
-      ON contract.name = endpoint.contract
+      ON endpoint.tenant_id = input.tenant_id
+     AND CASE WHEN input.destination IS NULL
+         THEN input.patterns IS NOT NULL AND endpoint.event_types && input.patterns::varchar[]
+         ELSE endpoint.id = input.destination END
+    LEFT JOIN unnest(
+        %(contract_name)s::text[], %(contract_key)s::text[], %(contract_when_inactive)s::text[],
+        %(contract_unsent)s::text[], %(contract_credits)s::int[], %(contract_envelope)s::boolean[]
+    ) AS contract (name, key, when_inactive, unsent, credits, envelope) ON contract.name = endpoint.contract
+    CROSS JOIN LATERAL (
+        SELECT is_active, NOT is_active AND coalesce(contract.when_inactive = 'dead', false) AS is_dead
+        FROM (SELECT endpoint.status = 'active' AND tenant.webhooks_enabled AS is_active) now
+    ) fate
+    WHERE (fate.is_active OR contract.when_inactive IS DISTINCT FROM 'skip') AND endpoint.status <> 'deleted'
+      AND NOT (input.state = 'projection_gap' AND coalesce(contract.envelope, false))
 )
-SELECT id FROM stored
+SELECT id, true FROM stored UNION ALL SELECT id, false FROM unknown
 """
 
 _CLAIMED = """
@@ -56,11 +88,13 @@ claimed AS (
 # With all that a request needs, as it is now: a change to an endpoint counts from the next claim on.
 _CLAIMED_ROWS = """
 SELECT claimed.due_at, claimed.id, claimed.endpoint_id, claimed.attempts_made, claimed.event_id,
-       claimed.first_attempt_at, event.payload, event.content_type,
-       endpoint.url, claimed.contract, endpoint.status, secrets.sealed
+       claimed.first_attempt_at, event.payload, event.content_type, endpoint.url, claimed.contract,
+       CASE WHEN tenant.webhooks_enabled THEN endpoint.status ELSE 'off' END, secrets.sealed,
+       event.tenant_id, event.type, event.accepted_at, event.sequence, event.key, event.projection
 FROM claimed
 JOIN deliveries_event event ON event.id = claimed.event_id
 JOIN endpoints_endpoint endpoint ON endpoint.id = claimed.endpoint_id
+JOIN endpoints_tenant tenant ON tenant.id = endpoint.tenant_id
 CROSS JOIN LATERAL (
     SELECT coalesce(array_agg(sealed ORDER BY id DESC), '{}') AS sealed FROM endpoints_endpointsecret
     WHERE endpoint_id = claimed.endpoint_id AND (expires_at IS NULL OR expires_at > now())
@@ -88,7 +122,9 @@ WITH page AS MATERIALIZED (
 ), {_CLAIMED}
 {_CLAIMED_ROWS}
 UNION ALL (
-    SELECT due_at, id, endpoint_id, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL FROM page ORDER BY due_at, id
+    SELECT due_at, id, endpoint_id, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+           NULL
+    FROM page ORDER BY due_at, id
 )
 """
 
@@ -109,30 +145,42 @@ WITH picked AS (
 """
 
 # Results of attempts, each only while its claim still stands: a pump that lost its lease writes nothing. A retry for an
-# endpoint that was paused meanwhile is held.
+# endpoint that is not active any more is parked. The first arrival of a conditional event charges its credits.
 RECORD = """
 WITH result AS (
     SELECT * FROM json_to_recordset(%(results)s::json) AS result (
-        delivery_id uuid, token uuid, state text, wait float8, attempted boolean,
+        delivery_id uuid, endpoint_id uuid, token uuid, state text, parked text, outcome text, unsent text,
+        last_error text, wait float8, attempted boolean,
         id uuid, number smallint, started_at timestamptz, url text, address inet, status smallint, error text,
         detail text, lookup_us int, connect_us int, tls_us int, wait_us int, total_us int,
         request_headers jsonb, response_headers jsonb, response_body text, response_truncated boolean
     )
+), judged AS (
+    SELECT result.*, endpoint.tenant_id, is_parked,
+           CASE WHEN NOT is_parked THEN result.state
+                WHEN endpoint.status = 'deleted' THEN 'dead' ELSE result.parked END AS next,
+           CASE WHEN tenant.webhooks_enabled THEN 'endpoint_inactive' ELSE 'webhooks_not_enabled' END AS inactive
+    FROM result
+    JOIN endpoints_endpoint endpoint ON endpoint.id = result.endpoint_id
+    JOIN endpoints_tenant tenant ON tenant.id = endpoint.tenant_id
+    CROSS JOIN LATERAL (
+        SELECT result.state = 'pending' AND NOT (endpoint.status = 'active' AND tenant.webhooks_enabled) AS is_parked
+    ) fate
 ), done AS (
     UPDATE deliveries_delivery delivery
-    SET state = CASE WHEN result.state = 'pending' AND endpoint.status <> 'active' THEN 'held' ELSE result.state END,
-        due_at = CASE result.state
-            WHEN 'pending' THEN now() + result.wait * interval '1 second' ELSE delivery.due_at END,
-        finished_at = CASE WHEN result.state IN ('delivered', 'dead') THEN now() END,
+    SET state = next,
+        due_at = CASE next WHEN 'pending' THEN now() + result.wait * interval '1 second' ELSE delivery.due_at END,
+        finished_at = CASE WHEN next IN ('delivered', 'dead') THEN now() END,
         claim_token = NULL, lease_until = NULL,
         first_attempt_at = coalesce(delivery.first_attempt_at, CASE WHEN attempted THEN result.started_at END),
         attempts_made = CASE WHEN attempted THEN result.number ELSE delivery.attempts_made END,
         last_status = CASE WHEN attempted THEN result.status ELSE delivery.last_status END,
-        last_error = CASE WHEN attempted THEN result.error ELSE delivery.last_error END
-    FROM result, endpoints_endpoint endpoint
+        outcome = CASE WHEN is_parked AND next = 'dead' THEN result.unsent ELSE result.outcome END,
+        last_error = CASE WHEN is_parked AND next = 'dead' THEN result.inactive
+                          WHEN attempted OR next = 'dead' THEN result.last_error ELSE delivery.last_error END
+    FROM judged result
     WHERE delivery.id = result.delivery_id AND delivery.claim_token = result.token
-      AND endpoint.id = delivery.endpoint_id
-    RETURNING result.*
+    RETURNING result.*, delivery.event_id, delivery.credits, delivery.trigger
 ), kept AS (
     INSERT INTO deliveries_attempt (
         id, delivery_id, number, started_at, url, address, status, error, detail,
@@ -143,8 +191,13 @@ WITH result AS (
         lookup_us, connect_us, tls_us, wait_us, total_us,
         request_headers, response_headers, decode(response_body, 'base64'), response_truncated
     FROM done WHERE attempted
+), charged AS (
+    INSERT INTO deliveries_credit (id, tenant_id, event_id, endpoint_id, delivery_id, amount)
+    SELECT hub_uuid7(), tenant_id, event_id, endpoint_id, delivery_id, credits
+    FROM done WHERE credits > 0 AND next = 'delivered'
+    ON CONFLICT (event_id, endpoint_id) DO NOTHING
 )
-SELECT delivery_id FROM done
+SELECT delivery_id, trigger FROM done
 """
 
 RENEW = """
@@ -173,8 +226,14 @@ class Claimed(NamedTuple):
     content_type: str
     url: str
     contract: str
-    endpoint_status: str
+    endpoint_status: str  # `off` while its tenant's webhooks are
     sealed: list[bytes]
+    tenant_id: uuid.UUID
+    type: str
+    accepted_at: datetime
+    sequence: int
+    key: uuid.UUID
+    projection: bytes | None
 
 
 class Seen(NamedTuple):
@@ -186,11 +245,22 @@ class Seen(NamedTuple):
 
 
 class Result(msgspec.Struct):
-    """What one claimed delivery came to, in the columns of Attempt; `attempted` is false when nothing was tried."""
+    """What one claimed delivery came to, in the columns of Attempt; `attempted` is false when nothing was tried.
+
+    `parked` is the state instead of `pending` when its endpoint is not active any more, `unsent` its contract's word if
+    that is the end. `gone`: the receiver wants nothing more. `disable_after`: its contract's rule.
+    """
 
     delivery_id: uuid.UUID
+    endpoint_id: uuid.UUID
     token: uuid.UUID
     state: str
+    parked: str = "held"
+    outcome: str = ""
+    unsent: str = ""
+    last_error: str = ""
+    gone: bool = False
+    disable_after: int | None = None
     wait: float = 0.0
     attempted: bool = True
     id: uuid.UUID | None = None
@@ -200,6 +270,7 @@ class Result(msgspec.Struct):
     address: str | None = None
     status: int | None = None
     error: str = ""
+    reason: str = ""  # the address rule's
     detail: str = ""
     lookup_us: int | None = None
     connect_us: int | None = None
@@ -224,14 +295,23 @@ class Lagging:
 class EventQuerySet(models.QuerySet["Event"]):
     """Events."""
 
-    def store(self, columns: Mapping[str, Sequence[Any]], contracts: Mapping[str, str]) -> set[uuid.UUID]:
-        """Stores events, given by column, with their deliveries, in one statement. `contracts` has keys by name.
+    def store(self, columns: Mapping[str, Sequence[Any]]) -> dict[uuid.UUID, bool]:
+        """Stores events, given by column, with their deliveries, in one statement.
 
-        Returns the ids that were stored; the others' tenants had used their caller_key before. One event that the
-        database refuses fails the whole statement.
+        Returns which were stored (true), and of which there is more to know first (false); the others' tenants had used
+        their caller_key before. One event that the database refuses fails the whole statement.
         """
-        params = {**columns, "contract_names": list(contracts), "contract_keys": list(contracts.values())}
-        return {row[0] for row in run(self.db, STORE_EVENTS, params)}
+        return {row[0]: row[1] for row in run(self.db, STORE_EVENTS, columns)}
+
+    def log(self) -> Self:
+        """What tenants posted, without what the hub made itself."""
+        return self.exclude(state="control")
+
+    def delivered(self, arrived: bool) -> Self:
+        """Events of which at least one delivery has arrived, or none has."""
+        deliveries: Any = self.model._meta.get_field("deliveries").related_model
+        arrivals = deliveries.objects.filter(event=models.OuterRef("pk"), state="delivered")
+        return self.filter(models.Exists(arrivals) if arrived else ~models.Exists(arrivals))
 
 
 class DeliveryQuerySet(models.QuerySet["Delivery"]):
@@ -280,9 +360,9 @@ class DeliveryQuerySet(models.QuerySet["Delivery"]):
         }
         return [Claimed(*row) for row in run(self.db, CLAIM_LAGGING, params)]
 
-    def record(self, results: Sequence[Result]) -> set[uuid.UUID]:
-        """Writes results and their attempts, and returns the deliveries whose claim still stood."""
-        return {row[0] for row in run(self.db, RECORD, {"results": msgspec.json.encode(results).decode()})}
+    def record(self, results: Sequence[Result]) -> dict[uuid.UUID, str]:
+        """Writes results and their attempts. Returns the deliveries whose claim still stood, with their triggers."""
+        return dict(run(self.db, RECORD, {"results": msgspec.json.encode(results).decode()}))
 
     def renew(self, claims: Mapping[uuid.UUID, uuid.UUID], lease: timedelta) -> None:
         """Extends the lease of these claims (delivery -> token) that still stand."""
@@ -307,6 +387,6 @@ class DeliveryQuerySet(models.QuerySet["Delivery"]):
         """Deliveries that are due or being sent."""
         return self.filter(models.Q(state="sending") | models.Q(state="pending", due_at__lte=Now()))
 
-    def waiting_for(self, endpoints: Iterable[uuid.UUID]) -> Self:
-        """Deliveries that wait for their next attempt at these endpoints."""
-        return self.filter(endpoint__in=list(endpoints), state="pending")
+    def waiting_for(self, endpoints: Iterable[uuid.UUID], *, held: bool = False) -> Self:
+        """Deliveries that wait for their next attempt at these endpoints, and with `held` what is held for them."""
+        return self.filter(endpoint__in=list(endpoints), state__in=["pending", "held"] if held else ["pending"])

@@ -2,24 +2,24 @@
 
 import logging
 import re
+import time
 import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-import msgspec
-
 from deliveries.messages import envelope_bytes, rfc3339
 from deliveries.models import Event
 from endpoints.catalogues import INTERACTION, SEQUENCE
-from endpoints.conditions import compile_condition
+from endpoints.conditions import compile_condition, read_data
 from endpoints.contracts import BETTERSTOOD
-from endpoints.models import EventType, Rule
+from endpoints.models import MAX_RULES, EventType, Rule
 from endpoints.projection import ProjectionGap, project
 from webhookhub.ids import typeid
 
 logger = logging.getLogger(__name__)
 
+RULES_SECONDS = 0.5  # for all rules of one event: other tenants' events wait meanwhile
 MAX_INTERACTION_CHARS = 256  # Betterstood: "Identifier ... values are at most 256 characters"
 _VERSION = re.compile(r"\.(v[0-9]+)\Z")
 
@@ -81,9 +81,9 @@ def look_at(*, tenant_id: uuid.UUID, event_id: uuid.UUID, event_type: str, paylo
 
 def _read(payload: bytes) -> Any:
     try:
-        return msgspec.json.decode(payload)
-    except (msgspec.DecodeError, RecursionError):
-        return None
+        return read_data(payload)
+    except ValueError:
+        return None  # deeper than Python reads, as no object is that a type's rules speak of
 
 
 def _check_sequence(kind: EventType, data: dict[str, Any]) -> Rejected | None:
@@ -142,10 +142,30 @@ def view(event_id: uuid.UUID, event_type: str, data: Any) -> dict[str, Any]:
 def rules_for(tenant_id: uuid.UUID, event_type: str) -> list[Rule]:
     """The rules that events of a type are tried against, in order."""
     rules = Rule.objects.filter(tenant=tenant_id, event_type=event_type, enabled=True)
-    return list(rules.select_related("endpoint").order_by("position", "id")[:100])
+    return list(rules.select_related("endpoint").order_by("position", "id")[:MAX_RULES])
+
+
+class Trial(NamedTuple):
+    """What a rule makes of an event; `reason` says why it does not match."""
+
+    rule: Rule
+    matches: bool
+    reason: str
+
+
+def dry_run(tenant_id: uuid.UUID, event_type: str, data: Any) -> list[Trial]:
+    """What a tenant's rules make of an event that is not stored, in order: the first that matches counts."""
+    event = view(uuid.UUID(int=0), event_type, data)
+    return [Trial(rule, *compile_condition(rule.condition).explain(event)) for rule in rules_for(tenant_id, event_type)]
 
 
 def choose(tenant_id: uuid.UUID, event_type: str, event: dict[str, Any]) -> Rule | None:
-    """The first rule that matches."""
-    rules = rules_for(tenant_id, event_type)
-    return next((rule for rule in rules if compile_condition(rule.condition).matches(event)), None)
+    """The first rule that matches; those not tried within RULES_SECONDS do not."""
+    end = time.monotonic() + RULES_SECONDS
+    for rule in rules_for(tenant_id, event_type):
+        if time.monotonic() > end:
+            logger.error("rule %s and those after it were not tried: the ones before took too long", rule.typeid)
+            return None
+        if compile_condition(rule.condition).matches(event):
+            return rule
+    return None

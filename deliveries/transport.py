@@ -8,11 +8,13 @@ and every address is checked when it is dialled.
 import contextlib
 import errno
 import functools
+import os
 import re
 import select
 import socket
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
@@ -45,6 +47,12 @@ _BAD_HEADER = frozenset({8, pycurl.E_BAD_CONTENT_ENCODING})  # 8: CURLE_WEIRD_SE
 _STATUS_LINE = re.compile(r"HTTP/[0-9.]+ [0-9]{3}(?![0-9])")  # libcurl reads 2000 as 200
 _AUTHORITY = re.compile(r"[^/?#]*//[^/?#]*")
 _HUGE_HEAD = 200_000  # bytes; libcurl says RECV_ERROR when a head passes its limit (300 KB)
+# What the system's resolver says of a name that libcurl could not resolve, which keeps that to itself.
+_RESOLVER = {
+    socket.EAI_NONAME: "dns_nxdomain",
+    socket.EAI_NODATA: "dns_no_address",
+    socket.EAI_AGAIN: "dns_servfail",
+}
 _OS_ERRORS = {errno.ECONNREFUSED: "connect_refused", errno.ENETUNREACH: "network_unreachable"}
 
 
@@ -86,6 +94,7 @@ class Outcome:
     headers: list[str]
     body: bytes
     truncated: bool
+    reason: str = ""  # the address rule's, of `blocked_address`
 
     def header(self, name: str) -> str | None:
         """The value of a response header (given in lower case), or None."""
@@ -101,7 +110,7 @@ class _Handle:
     rule: AddressRule
     request: Request = None  # type: ignore[assignment]
     started_at: datetime = None  # type: ignore[assignment]
-    blocked: str = ""
+    blocked: Blocked | None = None
     exhausted: str = ""
     dialled: str | None = None
     head: list[bytes] = field(default_factory=list)
@@ -113,7 +122,7 @@ class _Handle:
         if any("\n" in line or "\r" in line for line in request.headers):
             raise ValueError("a header holds a line end")  # libcurl would send it as it is
         self.request = request
-        self.blocked = self.exhausted = ""
+        self.blocked, self.exhausted = None, ""
         self.dialled = None
         self.head.clear()
         self.body = bytearray()
@@ -138,10 +147,10 @@ class _Handle:
             self.rule.check_address(address.addr[0], host=self.request.host)
         except Blocked as blocked:
             if not self.sockets:
-                self.blocked = str(blocked)
+                self.blocked = blocked.with_traceback(None)  # or it would hold the frame, which holds this handle
             return pycurl.SOCKET_BAD
         self.dialled = address.addr[0]
-        self.blocked = ""  # of a name's addresses, the one that is dialled decides how the request ends
+        self.blocked = None  # of a name's addresses, the one that is dialled decides how the request ends
         try:
             opened = socket.socket(address.family, address.socktype, address.protocol)
         except OSError as error:
@@ -177,6 +186,10 @@ class Transport:
         self._multi.setopt(pycurl.M_TIMERFUNCTION, self._on_timer)
         self._multi.setopt(pycurl.M_MAXCONNECTS, max_connections)
         self._wake_fd: int | None = None
+        self._look_ups = ThreadPoolExecutor(4, thread_name_prefix="look-up")
+        self._unresolved: list[tuple[Future[str], float, Outcome]] = []  # with the time by which they end anyhow
+        self._resolver_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._resolver_fd, select.EPOLLIN)
 
     def watch(self, wake_fd: int | None) -> None:
         """Names the descriptor that also ends a wait when it becomes readable; `woken` then says so."""
@@ -205,10 +218,15 @@ class Transport:
             timeout = 0
         if self._timer is not None:
             timeout = min(timeout, max(0.0, self._timer - now))
+        for _, until, _ in self._unresolved:
+            timeout = min(timeout, max(0.0, until - now))
         self.woken = False
         for fd, event in self._epoll.poll(timeout):
             if fd == self._wake_fd:
                 self.woken = True
+                continue
+            if fd == self._resolver_fd:
+                os.eventfd_read(fd)
                 continue
             mask = (
                 (pycurl.CSELECT_IN if event & select.EPOLLIN else 0)
@@ -230,6 +248,8 @@ class Transport:
             handle.close_sockets()
             handle.curl.close()
         self._multi.close()
+        self._look_ups.shutdown(wait=True, cancel_futures=True)
+        os.close(self._resolver_fd)
         self._epoll.close()
 
     def _gather(self) -> list[Outcome]:
@@ -240,13 +260,36 @@ class Transport:
                 self._end(curl.handle, pycurl.E_OK, "")
             for curl, code, message in failed:
                 self._end(curl.handle, code, message)
+        if self._unresolved:
+            self._gather_unresolved()
         ended, self._ended = self._ended, []
         return ended
 
     def _end(self, handle: _Handle, code: int, message: str) -> None:
         self._multi.remove_handle(handle.curl)
-        self._ended.append(self._outcome(handle, code, message))
+        outcome = self._outcome(handle, code, message)
+        if outcome.error == "dns_failed":
+            self._ask_resolver(outcome)
+        else:
+            self._ended.append(outcome)
         self._release(handle)
+
+    def _ask_resolver(self, outcome: Outcome) -> None:
+        """Finds out what is wrong with a name, within what is left of the deadline."""
+        left = outcome.request.deadline - outcome.timings.total / 1_000_000
+        future = self._look_ups.submit(_why_unresolved, outcome.request.host)
+        future.add_done_callback(lambda _: os.eventfd_write(self._resolver_fd, 1))
+        self._unresolved.append((future, time.monotonic() + max(left, 1.0), outcome))
+
+    def _gather_unresolved(self) -> None:
+        now, waiting = time.monotonic(), []
+        for future, until, outcome in self._unresolved:
+            if future.done() or until <= now:
+                outcome.error = future.result() if future.done() else "dns_timeout"
+                self._ended.append(outcome)
+            else:
+                waiting.append((future, until, outcome))
+        self._unresolved = waiting
 
     def _release(self, handle: _Handle) -> None:
         self.in_flight -= 1
@@ -267,7 +310,7 @@ class Transport:
                 detail = "" if handle.received > handle.request.read_bytes else f"response body unreadable: {message}"
             else:
                 error, status = self._error(handle, code, times[0]), None
-                detail = handle.blocked or handle.exhausted or message
+                detail = str(handle.blocked or handle.exhausted or message)
         if status is not None and not (100 <= status <= 599 and _STATUS_LINE.match(status_line)):
             error, detail, status = "malformed_response", f"{status_line[:100]!r} is no status from 100 to 599", None
         return Outcome(
@@ -281,6 +324,7 @@ class Transport:
             headers=headers,
             body=bytes(handle.body),
             truncated=handle.received > len(handle.body),
+            reason=handle.blocked.reason if handle.blocked else "",
         )
 
     def _error(self, handle: _Handle, code: int, lookup: int) -> str:
@@ -363,6 +407,16 @@ def _timings(times: list[int], *, reached: bool) -> Timings:
         wait=first_byte - ready if reached and first_byte > ready else None,
         total=total,
     )
+
+
+def _why_unresolved(host: str) -> str:
+    try:
+        socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        return _RESOLVER.get(error.errno or 0, "dns_failed")
+    except (OSError, ValueError):
+        pass
+    return "dns_failed"  # by now it may have come back
 
 
 @functools.lru_cache(maxsize=10_000)

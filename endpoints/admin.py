@@ -10,6 +10,7 @@ from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.urls import reverse
 from django.utils.safestring import SafeString
+from django.utils.timezone import now
 
 from endpoints.models import ApiKey, AuditEvent, Endpoint, EventType, Tenant
 from endpoints.services import Actor, create_api_key, create_endpoint, record_audit, revoke_api_key, rotate_secret
@@ -45,9 +46,8 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | list | None) else str(value)
 
 
-@admin.register(Tenant)
 class TenantAdmin(AuditedAdmin):
-    """Tenants."""
+    """Tenants. `deliveries.admin` adds the switch of their webhooks, and registers it."""
 
     list_display = ["name", "typeid", "created_at"]
     search_fields = ["name"]
@@ -72,10 +72,10 @@ class ApiKeyAdmin(AuditedAdmin):
     list_select_related = ["tenant"]
     search_fields = ["name"]
     search_ids = {"whk": "id", "ten": "tenant_id"}
-    fields = ["typeid", "tenant", "name", "expires_at", "revoked_at", "created_at"]
-    autocomplete_fields = ["tenant"]
+    fields = ["typeid", "tenant", "endpoint", "name", "expires_at", "revoked_at", "created_at"]
+    autocomplete_fields = ["tenant", "endpoint"]
     readonly_fields = ["typeid", "created_at", "revoked_at"]
-    fixed_fields = ["tenant"]
+    fixed_fields = ["tenant", "endpoint"]
     object_actions = [
         ObjectAction(
             "revoke",
@@ -111,13 +111,36 @@ class ApiKeyAdmin(AuditedAdmin):
 class EventTypeAdmin(AuditedAdmin):
     """A tenant's catalogue of event types."""
 
-    list_display = ["name", "tenant", "description", "created_at"]
+    list_display = ["name", "tenant", "mode", "description", "created_at"]
     list_select_related = ["tenant"]
+    list_filter = ["mode"]
     search_fields = ["name"]
-    search_ids = {"ten": "tenant_id"}
-    fields = ["tenant", "name", "description", "created_at"]
+    search_ids = {"ety": "id", "ten": "tenant_id"}
+    fields = ["tenant", "name", "description", "mode", "lifecycle_sequence", "schema", "schema_at", "created_at"]
     autocomplete_fields = ["tenant"]
-    readonly_fields = ["created_at"]
+    readonly_fields = ["lifecycle_sequence", "schema_at", "created_at"]
+    fixed_fields = ["tenant", "name", "mode"]
+
+    def save_model(self, request: HttpRequest, obj: EventType, form: Any, change: bool) -> None:
+        """Notes when the schema changes: events that did not fit it are tried again then."""
+        if change and "schema" in form.changed_data:
+            form.changed_data.append("schema_at")
+            obj.schema_at = now()
+        super().save_model(request, obj, form, change)
+
+
+class RuleAdmin(AuditedAdmin):
+    """Rules of conditional destinations. `deliveries.admin` adds the dry run, and registers it."""
+
+    list_display = ["name", "tenant", "event_type", "position", "endpoint", "enabled"]
+    list_select_related = ["tenant", "endpoint"]
+    list_filter = ["enabled"]
+    search_fields = ["name"]
+    search_ids = {"rul": "id", "ten": "tenant_id", "ep": "endpoint_id"}
+    ordering = ["tenant", "event_type", "position", "id"]
+    fields = ["typeid", "tenant", "name", "event_type", "condition", "endpoint", "position", "enabled", "created_at"]
+    autocomplete_fields = ["tenant", "endpoint"]
+    readonly_fields = ["typeid", "created_at"]
     fixed_fields = ["tenant"]
 
 
@@ -178,9 +201,19 @@ class EndpointAdmin(AuditedAdmin):
         "status",
         "status_reason",
         "status_at",
+        "verified_at",
+        "dead_in_a_row",
         "created_at",
     ]
-    readonly_fields = ["typeid", "status", "status_reason", "status_at", "created_at"]
+    readonly_fields = [
+        "typeid",
+        "status",
+        "status_reason",
+        "status_at",
+        "verified_at",
+        "dead_in_a_row",
+        "created_at",
+    ]
     fixed_fields = ["tenant"]
     object_actions = [
         ObjectAction(
@@ -228,6 +261,8 @@ class ActionFilter(admin.SimpleListFilter):
             ("api_key", "API keys"),
             ("tenant", "Tenants"),
             ("event_type", "Event types"),
+            ("event", "Events"),
+            ("rule", "Rules"),
         ]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[AuditEvent]) -> QuerySet[AuditEvent]:

@@ -14,12 +14,24 @@ import tomllib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from endpoints.contracts import SATURATION, Contract, RetryAfter, Step
+from endpoints.contracts import PLACEHOLDERS, SATURATION, Contract, RetryAfter, Step
 
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,49}")
 MAX_ATTEMPTS = 100
 MAX_BODY_BYTES = 1_048_576
 SIGNATURES = ("standard-webhooks", "stripe-like", "github-like", "shopify-like", "slack-like")  # of signing.SCHEMES
+WHEN_INACTIVE = ("hold", "dead", "skip")
+MAX_HEADERS = 20
+# A header line: RFC 9110's token, and visible ASCII with single spaces between.
+_HEADER = re.compile(r"(?P<name>[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}): (?P<value>[\x21-\x7e]+( [\x21-\x7e]+)*)")
+_PLACEHOLDER = re.compile(rf"\{{({'|'.join(PLACEHOLDERS)})\}}")
+# What the request, the signature or the connection sets.
+_RESERVED = re.compile(
+    r"host|content-.*|transfer-encoding|connection|keep-alive|upgrade|te|trailer|expect|date|user-agent|accept.*|"
+    r"authorization|cookie|proxy-.*|webhook-(id|timestamp|signature)|.*-signature|x-hub-signature-256|"
+    r"x-shopify-hmac-sha256|x-slack-request-timestamp|elicitra-timestamp|kingminos-event-id",
+    re.IGNORECASE,
+)
 
 
 class ContractFileError(ValueError):
@@ -133,10 +145,34 @@ def _retry_after(value: Any, key: str) -> RetryAfter | None:
     )
 
 
-def _signature(value: Any, key: str) -> str:
-    if value not in SIGNATURES:
-        raise _Wrong(key, f"{key} has {value!r}; it must be one of {', '.join(SIGNATURES)}")
-    return str(value)
+def _one_of(choices: tuple[str, ...]) -> Callable[[Any, str], str]:
+    def read(value: Any, key: str) -> str:
+        if value not in choices:
+            raise _Wrong(key, f"{key} has {value!r}; it must be one of {', '.join(choices)}")
+        return str(value)
+
+    return read
+
+
+def _flag(value: Any, key: str) -> bool:
+    if not isinstance(value, bool):
+        raise _Wrong(key, f"{key} has {value!r}; it must be true or false")
+    return value
+
+
+def _headers(value: Any, key: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(value) > MAX_HEADERS:
+        raise _Wrong(key, f"{key} must be a list of at most {MAX_HEADERS} lines like 'X-Attempt: {{attempt}}'")
+    for line in value:
+        parts = _HEADER.fullmatch(line) if isinstance(line, str) else None
+        if parts is None:
+            raise _Wrong(key, f"{key} has {line!r}; it must be a line like 'X-Attempt: {{attempt}}'")
+        if _RESERVED.fullmatch(parts["name"]):
+            raise _Wrong(key, f"{key} has {parts['name']}, which is not for a contract to set; choose another name")
+        if re.search("[{}]", _PLACEHOLDER.sub("", parts["value"])):
+            known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
+            raise _Wrong(key, f"{key} has {line!r}; a line may hold {known}, and braces only for them")
+    return tuple(value)
 
 
 _FIELDS: dict[str, Callable[[Any, str], Any]] = {
@@ -145,8 +181,15 @@ _FIELDS: dict[str, Callable[[Any, str], Any]] = {
     "disable_on": _statuses,
     "deadline": lambda value, key: float(_number(value, key, least=1, most=15)),  # a lease outlives it
     "read_bytes": lambda value, key: _number(value, key, most=MAX_BODY_BYTES),
-    "signature": _signature,
+    "signature": _one_of(SIGNATURES),
     "keep_bytes": lambda value, key: _number(value, key, most=MAX_BODY_BYTES),
+    "headers": _headers,
+    "disable_after": lambda value, key: _number(value, key, least=1, most=1_000_000) if value is not False else None,
+    "replay_window": lambda value, key: _number(value, key, least=1, most=SATURATION) if value is not False else None,
+    "when_inactive": _one_of(WHEN_INACTIVE),
+    "https_443": _flag,
+    "fixed_url": _flag,
+    "challenge": _flag,
 }
 _KEYS = {"base", "title", "waits", "offsets", "jitter", *_FIELDS}
 

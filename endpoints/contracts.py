@@ -9,14 +9,21 @@ import functools
 import hashlib
 import re
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import msgspec
 
 Action = Literal["delivered", "retry", "exhausted", "terminal", "disable", "requeue"]
+# What becomes of deliveries to an endpoint that is not active: kept for it and sent when it is again; dead, unsent; or
+# not made at all (then what was under way is kept until somebody replays it).
+WhenInactive = Literal["hold", "dead", "skip"]
 
 SATURATION = 2**31  # seconds; RFC 9111 section 1.2.2: larger delays are this one
 MINUTE, HOUR, DAY = 60, 3_600, 86_400  # seconds
+
+# What a contract's header lines may hold: the attempt's number, when the event was accepted (RFC 3339), its place among
+# all events (a later one has the higher number), its UUIDv4 key, and the ids of event and delivery.
+PLACEHOLDERS = ("attempt", "time", "sequence", "key", "event", "delivery")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +78,16 @@ class Contract:
     start of the first one (then one that has passed comes `overdue` milliseconds after the end of the attempt).
     Numbers are drawn from `delivery:k`, k = attempts made + `draw_offset`. `terminal` statuses and `terminal_errors`
     end a delivery at once; those of `disable_on` its endpoint too, and so do `disable_after` dead deliveries in a row.
-    Deadline and windows are in seconds, sizes in bytes.
+    Deadline and windows are in seconds, sizes in bytes; the replay window counts from the end of a delivery, or from
+    the event with `replay_from_event`.
+
+    `signature` names the scheme (`endpoints.signing.SCHEMES`) whose headers go with every request, `headers` the lines
+    beside them (placeholders: `PLACEHOLDERS`). Event ids begin with `event_prefix`. With `envelope`, the body is a
+    CloudEvent around the payload, of `max_body_bytes` at most. An endpoint's URL must be `https` on port 443 with
+    `https_443`, and never changes with `fixed_url`; with `challenge` it gets nothing before a challenge that was sent
+    there has been pasted back. `catalogue` names the event types (`endpoints.catalogues`) that come with the contract
+    and are all it can ask for. `credits` is what the first success of a conditional event costs. A `control` message
+    (a challenge, a test) goes to endpoints that are not active too, and counts for nothing.
     """
 
     name: str
@@ -89,7 +105,23 @@ class Contract:
     read_bytes: int = 65_536
     keep_bytes: int = 4_096
     replay_window: int | None = None
+    replay_from_event: bool = False
     signature: str = "standard-webhooks"
+    headers: tuple[str, ...] = (
+        "webhook-attempt: {attempt}",
+        "webhook-event-time: {time}",
+        "webhook-sequence: {sequence}",
+    )
+    event_prefix: str = "evt"
+    envelope: bool = False
+    max_body_bytes: int | None = None
+    https_443: bool = False
+    fixed_url: bool = False
+    challenge: bool = False
+    catalogue: str = ""
+    when_inactive: WhenInactive = "hold"
+    credits: int = 0
+    control: bool = False
     states: tuple[tuple[Action, str], ...] = (("exhausted", "dead"), ("terminal", "dead"), ("disable", "dead"))
     coarse_errors: bool = False
 
@@ -107,8 +139,25 @@ class Contract:
         return dict(self.states).get(action, "succeeded" if action == "delivered" else "pending")
 
     def may_replay(self, age: float) -> bool:
-        """Whether a delivery whose last attempt is `age` seconds ago may be replayed."""
+        """Whether what began its replay window `age` seconds ago may be replayed."""
         return self.replay_window is None or age <= self.replay_window
+
+    def can_follow(self, other: Self) -> bool:
+        """Whether an endpoint can change from the other contract to this one: nothing its receiver set up differs."""
+        return all(getattr(self, name) == getattr(other, name) for name in ("signature", "challenge", "catalogue"))
+
+    def for_control(self, kind: str, **changes: Any) -> Self:
+        """The contract of a control message: one try, which has no effect on the endpoint whatever comes of it."""
+        return replace(
+            self,
+            name=f"{self.name}/{kind}",
+            steps=(),
+            disable_on=frozenset(),
+            disable_after=None,
+            credits=0,
+            control=True,
+            **changes,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +258,7 @@ def last_error(contract: Contract, *, status: int | None, error: str, reason: st
     return _COARSE.get(error, "transport_error") if contract.coarse_errors else error
 
 
-def dead_in_a_row(contract: Contract, before: int, outcome: Action | Literal["unsent"]) -> tuple[int, bool]:
+def dead_in_a_row(disable_after: int, before: int, outcome: Action | Literal["unsent"]) -> tuple[int, bool]:
     """An endpoint's run of dead deliveries after one more outcome, and whether it is to be disabled for it.
 
     `unsent` is a delivery that went dead because its endpoint or its tenant was switched off; it does not count.
@@ -218,7 +267,7 @@ def dead_in_a_row(contract: Contract, before: int, outcome: Action | Literal["un
         return 0, False
     if outcome not in ("exhausted", "terminal", "disable"):
         return before, False
-    return before + 1, before + 1 == contract.disable_after
+    return before + 1, before + 1 >= disable_after
 
 
 # Standard Webhooks, https://github.com/standard-webhooks/standard-webhooks: its schedule (each wait counts from the
@@ -246,6 +295,7 @@ BRIEF = Contract(
         Step.around(480, early=20),  # capped at 480 s: only downwards
     ),
     retry_after=RetryAfter(frozenset({429}), least=1, most=DAY, replaces=True),
+    headers=("idempotency-key: {key}", *STANDARD.headers),
     terminal=frozenset({*range(300, 500), 501, 505, 506, 508, 510, 511} - {408, 425, 429}),
     terminal_errors=_SWITCHED_OFF | {"blocked_address"},
     replay_window=72 * HOUR,
@@ -268,6 +318,16 @@ BETTERSTOOD = Contract(
     deadline=10.0,
     keep_bytes=0,
     replay_window=30 * DAY,
+    replay_from_event=True,
+    signature="elicitra",
+    envelope=True,
+    max_body_bytes=262_144,
+    https_443=True,
+    fixed_url=True,
+    challenge=True,
+    catalogue="betterstood",
+    when_inactive="skip",
+    credits=1,
     states=(("exhausted", "dead_letter"), ("terminal", "dead_letter"), ("disable", "dead_letter")),
 )
 
@@ -282,12 +342,15 @@ KINGMINOS = Contract(
     terminal_errors=_SWITCHED_OFF | {"blocked_address"},
     disable_after=20,
     deadline=10.0,
+    signature="kingminos",
+    headers=("kingminos-delivery-id: {delivery}", *STANDARD.headers),
+    event_prefix="kmevt",
+    when_inactive="dead",
     coarse_errors=True,
 )
 
-# Those that an endpoint may follow. The three after the first stand here with their schedules and verdicts; each is
-# offered as soon as all that its text promises works.
-CONTRACTS: dict[str, Contract] = {contract.name: contract for contract in (STANDARD,)}
+# Those that an endpoint may follow.
+CONTRACTS: dict[str, Contract] = {contract.name: contract for contract in (STANDARD, BRIEF, BETTERSTOOD, KINGMINOS)}
 
 
 _MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"

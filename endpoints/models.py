@@ -9,7 +9,10 @@ from django.core.validators import RegexValidator
 from django.db import models
 from django.db.models.functions import Now
 
-from endpoints.contracts import CONTRACTS
+from endpoints.catalogues import subscriptions
+from endpoints.conditions import ConditionError, compile_condition
+from endpoints.contracts import CONTRACTS, Contract
+from endpoints.projection import check_schema
 from endpoints.querysets import ApiKeyQuerySet, EndpointSecretQuerySet
 from webhookhub.ids import typeid, uuid7
 
@@ -51,7 +54,13 @@ class Tenant(Record):
     prefix = "ten"
 
     name = models.CharField(max_length=200, unique=True)
+    webhooks_enabled = models.BooleanField(
+        default=True, db_default=True, editable=False, help_text="Whether anything is sent to its endpoints."
+    )
     created_at = models.DateTimeField(db_default=Now(), editable=False)
+
+    class Meta:
+        permissions = [("switch_webhooks", "Can switch a tenant's webhooks off and on")]
 
     def __str__(self) -> str:
         return self.name
@@ -63,6 +72,14 @@ class ApiKey(Record):
     prefix = "whk"
 
     tenant = models.ForeignKey(Tenant, on_delete=models.CASCADE, related_name="api_keys")
+    endpoint = models.ForeignKey(
+        "Endpoint",
+        on_delete=models.CASCADE,
+        null=True,
+        blank=True,
+        related_name="api_keys",
+        help_text="For this endpoint's receiver: the key opens its replay resource, and nothing else.",
+    )
     name = models.CharField(max_length=200, help_text="What uses it: billing service, staging, ...")
     digest = models.BinaryField(max_length=32, editable=False)
     created_at = models.DateTimeField(db_default=Now(), editable=False)
@@ -77,11 +94,16 @@ class ApiKey(Record):
     def __str__(self) -> str:
         return self.name
 
+    def clean(self) -> None:
+        """A key of one endpoint is a key of its tenant."""
+        if self.endpoint and self.endpoint.tenant_id != self.tenant_id:
+            raise ValidationError({"endpoint": "This endpoint belongs to another tenant; choose one of the key's own."})
+
 
 class ContractVersion(models.Model):
     """A contract as deliveries under way follow it, whatever becomes of the one of its name. Rows are only added."""
 
-    key = models.CharField(max_length=70, primary_key=True)
+    key = models.CharField(max_length=80, primary_key=True)
     definition = models.TextField()
     created_at = models.DateTimeField(db_default=Now(), editable=False)
 
@@ -95,8 +117,29 @@ class EventType(Record):
     prefix = "ety"
 
     tenant = models.ForeignKey(Tenant, on_delete=models.CASCADE, related_name="event_types")
+
+    class Mode(models.TextChoices):
+        SUBSCRIBED = "subscribed", "Subscribed"
+        CONDITIONAL = "conditional_destination", "Conditional destination"
+
     name = models.CharField(max_length=200, validators=[event_type_validator])
     description = models.TextField(blank=True)
+    mode = models.CharField(
+        max_length=30,
+        choices=Mode,
+        default=Mode.SUBSCRIBED,
+        help_text="Sent to every endpoint that asks for it, or only to the one that a matching rule names.",
+    )
+    lifecycle_sequence = models.PositiveSmallIntegerField(
+        null=True, editable=False, help_text="What data.lifecycleSequence must be."
+    )
+    schema = models.JSONField(
+        default=dict,
+        blank=True,
+        help_text='JSON Schema of the data. "x-class" gives a field\'s class: identifier, key, label, email, phone, '
+        "text, collection, or excluded.",
+    )
+    schema_at = models.DateTimeField(db_default=Now(), editable=False, help_text="When the schema was last changed.")
     created_at = models.DateTimeField(db_default=Now(), editable=False)
 
     class Meta:
@@ -107,6 +150,13 @@ class EventType(Record):
 
     def __str__(self) -> str:
         return self.name
+
+    def clean(self) -> None:
+        """Checks the schema."""
+        try:
+            check_schema(self.schema)
+        except ValueError as error:
+            raise ValidationError({"schema": str(error)}) from error
 
 
 def all_event_types() -> list[str]:
@@ -125,9 +175,11 @@ class Endpoint(Record):
     prefix = "ep"
 
     class Status(models.TextChoices):
+        UNVERIFIED = "unverified", "Not verified"
         ACTIVE = "active", "Active"
         PAUSED = "paused", "Paused"
         DISABLED = "disabled", "Disabled"
+        DELETED = "deleted", "Deleted"
 
     tenant = models.ForeignKey(Tenant, on_delete=models.CASCADE, related_name="endpoints")
     name = models.CharField(max_length=200)
@@ -141,6 +193,10 @@ class Endpoint(Record):
     status = models.CharField(max_length=10, choices=Status, default=Status.ACTIVE, editable=False)
     status_reason = models.CharField(max_length=200, blank=True, editable=False)
     status_at = models.DateTimeField(db_default=Now(), editable=False)
+    verified_at = models.DateTimeField(null=True, editable=False)
+    dead_in_a_row = models.PositiveIntegerField(
+        default=0, db_default=0, editable=False, help_text="Deliveries that died since the last one that arrived."
+    )
     created_at = models.DateTimeField(db_default=Now(), editable=False)
 
     class Meta:
@@ -154,6 +210,8 @@ class Endpoint(Record):
         ]
         permissions = [
             ("pause_endpoint", "Can pause and resume endpoints"),
+            ("verify_endpoint", "Can send and confirm challenges"),
+            ("test_endpoint", "Can send tests"),
             ("rotate_secret", "Can make new signing secrets"),
         ]
 
@@ -161,12 +219,96 @@ class Endpoint(Record):
         return self.name
 
     def clean(self) -> None:
-        """Checks the URL by the address rule, as far as that goes without looking the name up."""
+        """Checks the URL by the address rule, as far as that goes without looking the name up, and by the contract."""
+        errors: dict[str, str] = {}
+        contract = CONTRACTS.get(self.contract)
         try:
-            settings.ADDRESS_RULE.check_url(self.url)
+            target = settings.ADDRESS_RULE.check_url(self.url)
+            if contract and contract.https_443 and (target.scheme, target.port) != ("https", 443):
+                errors["url"] = f"The contract {contract.name} needs an https URL on port 443."
         except ValueError as error:
-            raise ValidationError({"url": str(error)}) from error
+            errors["url"] = str(error)
         self.event_types = list(dict.fromkeys(self.event_types))
+        if contract and contract.catalogue:
+            errors |= self._check_subscriptions(contract)
+        if contract and not self._state.adding:
+            errors |= self._check_changes(contract)
+        if errors:
+            raise ValidationError(errors)
+
+    def _check_subscriptions(self, contract: Contract) -> dict[str, str]:
+        """An endpoint asks for the types of its contract's catalogue, one by one; `*` is all of them."""
+        names = list(subscriptions(contract.catalogue))
+        if self.event_types == ["*"]:
+            self.event_types = names
+        if set(self.event_types) <= set(names):
+            return {}
+        return {"event_types": f"The contract {contract.name} has these types to ask for: {', '.join(names)}."}
+
+    def _check_changes(self, contract: Contract) -> dict[str, str]:
+        """What cannot change any more."""
+        before = Endpoint.objects.get(pk=self.pk)
+        old = CONTRACTS.get(before.contract)
+        errors = {}
+        if contract.fixed_url and before.url != self.url:
+            errors["url"] = f"The contract {contract.name} fixes the URL; make a new endpoint for another one."
+        if old and self.contract != before.contract and not contract.can_follow(old):
+            errors["contract"] = (
+                f"{before.contract} and {contract.name} differ in signature or verification; make a new endpoint."
+            )
+        return errors
+
+
+MAX_RULES = 100  # that an event is tried against
+
+
+class Rule(Record):
+    """Sends events of a conditional type to one endpoint. Of a tenant's rules, the first that matches counts."""
+
+    prefix = "rul"
+
+    tenant = models.ForeignKey(Tenant, on_delete=models.CASCADE, related_name="rules")
+    name = models.CharField(max_length=200)
+    event_type = models.CharField(max_length=200, validators=[event_type_validator])
+    condition = models.TextField(
+        help_text="In Common Expression Language, over event.id, event.type, event.time and event.data: "
+        "event.data.score > 80"
+    )
+    endpoint = models.ForeignKey(Endpoint, on_delete=models.CASCADE, related_name="rules")
+    position = models.PositiveIntegerField(default=100, help_text="Rules are tried from the lowest to the highest.")
+    enabled = models.BooleanField(default=True)
+    created_at = models.DateTimeField(db_default=Now(), editable=False)
+
+    class Meta:
+        indexes = [
+            # The rules that an event is tried against (services.rules_for).
+            models.Index(fields=["tenant", "event_type", "position", "id"], name="rule_order"),
+        ]
+
+    def __str__(self) -> str:
+        return self.name
+
+    def clean(self) -> None:
+        """Checks the condition, and that type and endpoint are the tenant's."""
+        errors: dict[str, str] = {}
+        try:
+            compile_condition(self.condition)
+        except ConditionError as error:
+            errors["condition"] = str(error)
+        if self.endpoint.tenant_id != self.tenant_id:
+            errors["endpoint"] = "This endpoint belongs to another tenant; choose one of the rule's own."
+        conditional = EventType.objects.filter(
+            tenant_id=self.tenant_id, name=self.event_type, mode=EventType.Mode.CONDITIONAL
+        )
+        if not conditional.exists():
+            errors["event_type"] = (
+                f"{self.event_type!r} is no type of this tenant with the delivery mode “conditional destination”."
+            )
+        others = Rule.objects.filter(tenant_id=self.tenant_id, event_type=self.event_type).exclude(pk=self.pk)
+        if others.count() >= MAX_RULES:
+            errors["event_type"] = f"There are {MAX_RULES} rules for this type already; remove one, or join two."
+        if errors:
+            raise ValidationError(errors)
 
 
 class EndpointSecret(Record):

@@ -16,7 +16,8 @@ from django.db.models.functions import Now
 from django.http import HttpRequest
 
 from endpoints import contracts, encryption, signing
-from endpoints.models import ApiKey, AuditEvent, ContractVersion, Endpoint, EndpointSecret, Record, Tenant
+from endpoints.catalogues import CATALOGUES
+from endpoints.models import ApiKey, AuditEvent, ContractVersion, Endpoint, EndpointSecret, EventType, Record, Tenant
 from webhookhub.ids import parse_typeid
 
 
@@ -103,19 +104,59 @@ def authenticate(text: str) -> ApiKey | None:
 def create_endpoint(*, endpoint: Endpoint, actor: Actor, secret: str | None = None) -> str:
     """Stores a new endpoint with one signing secret (generated unless given) and returns the secret.
 
-    Raises ValidationError (URL, event types) or signing.SecretError; then nothing is stored.
+    Under a contract with a challenge it is not verified yet, and the types of the contract's catalogue become the
+    tenant's. Raises ValidationError (URL, event types) or signing.SecretError; then nothing is stored.
     """
     endpoint.full_clean()
-    scheme = _scheme_of(endpoint)
+    contract = contracts.CONTRACTS[endpoint.contract]
+    if contract.challenge:
+        endpoint.status = Endpoint.Status.UNVERIFIED
+    scheme = signing.SCHEMES[contract.signature]
     secret = secret or scheme.generate_secret()
     scheme.parse_secret(secret)
     with transaction.atomic():
+        _add_catalogue(endpoint.tenant, contract.catalogue)
         endpoint.save(force_insert=True)
         _add_secret(endpoint, secret)
         record_audit(
             actor=actor, action="endpoint.create", of=endpoint, tenant=endpoint.tenant, changes={"url": endpoint.url}
         )
     return secret
+
+
+def update_endpoint(*, endpoint: Endpoint, fields: list[str], actor: Actor) -> None:
+    """Stores these changed fields of an endpoint. Raises ValidationError; then nothing is stored."""
+    endpoint.full_clean()
+    if not fields:
+        return
+    before = Endpoint.objects.values(*fields).get(pk=endpoint.pk)
+    changes = {
+        name: [before[name], getattr(endpoint, name)] for name in fields if before[name] != getattr(endpoint, name)
+    }
+    with transaction.atomic():
+        endpoint.save(update_fields=fields)
+        record_audit(actor=actor, action="endpoint.change", of=endpoint, tenant=endpoint.tenant, changes=changes)
+
+
+def _add_catalogue(tenant: Tenant, catalogue: str) -> None:
+    """Gives a tenant the types of a catalogue. What it has of them keeps its description and schema."""
+    kinds = CATALOGUES.get(catalogue, ())
+    EventType.objects.bulk_create(
+        [
+            EventType(
+                tenant=tenant,
+                name=kind.name,
+                description=kind.description,
+                mode=kind.mode,
+                lifecycle_sequence=kind.sequence,
+                schema=kind.schema,
+            )
+            for kind in kinds
+        ],
+        update_conflicts=True,
+        unique_fields=["tenant", "name"],
+        update_fields=["mode", "lifecycle_sequence"],
+    )
 
 
 def rotate_secret(*, endpoint: Endpoint, actor: Actor, overlap: timedelta, reason: str = "") -> str:
@@ -181,11 +222,19 @@ _stored: set[str] = set()  # keys whose rows this process knows to be there
 
 def contract_keys() -> dict[str, str]:
     """The key of every contract that an endpoint may follow, by name; new ones are kept for who needs them later."""
-    keys = {name: contracts.key_of(contract) for name, contract in contracts.CONTRACTS.items()}
-    if missing := set(keys.values()) - _stored:
-        known = contracts.CONTRACTS.items()
-        versions = [ContractVersion(key=keys[name], definition=contracts.definition(one)) for name, one in known]
-        ContractVersion.objects.bulk_create([one for one in versions if one.key in missing], ignore_conflicts=True)
+    return dict(zip(contracts.CONTRACTS, keep_contracts(list(contracts.CONTRACTS.values())), strict=True))
+
+
+def keep_contracts(given: Sequence[contracts.Contract]) -> list[str]:
+    """The keys of these contracts, whose definitions are kept for whoever meets a delivery under one of them."""
+    keys = [contracts.key_of(contract) for contract in given]
+    if missing := set(keys) - _stored:
+        versions = [
+            ContractVersion(key=key, definition=contracts.definition(one))
+            for key, one in zip(keys, given, strict=True)
+            if key in missing
+        ]
+        ContractVersion.objects.bulk_create(versions, ignore_conflicts=True)
         transaction.on_commit(lambda: _stored.update(missing))
     return keys
 
@@ -213,14 +262,21 @@ def _earlier_contract(key: str) -> contracts.Contract:
 def set_status(
     *, endpoints: models.QuerySet[Endpoint], status: Endpoint.Status, actor: Actor, reason: str = ""
 ) -> list[Endpoint]:
-    """Gives these endpoints a status, and returns those that did not have it."""
+    """Gives these endpoints a status, and returns those that did not have it; one that is active starts anew.
+
+    What is not verified stays so until its challenge is confirmed, what is deleted for good; either can be deleted.
+    """
     with transaction.atomic():
+        kept = {status, Endpoint.Status.DELETED}
+        if status != Endpoint.Status.DELETED:
+            kept.add(Endpoint.Status.UNVERIFIED)
         changed = list(
-            endpoints.exclude(status=status).select_related("tenant").select_for_update(of=("self",), no_key=True)
+            endpoints.exclude(status__in=kept).select_related("tenant").select_for_update(of=("self",), no_key=True)
         )
-        Endpoint.objects.filter(pk__in=[endpoint.pk for endpoint in changed]).update(
-            status=status, status_reason=reason, status_at=Now()
-        )
+        values: dict[str, Any] = {"status": status, "status_reason": reason, "status_at": Now()}
+        if status == Endpoint.Status.ACTIVE:
+            values["dead_in_a_row"] = 0
+        Endpoint.objects.filter(pk__in=[endpoint.pk for endpoint in changed]).update(**values)
         for endpoint in changed:
             record_audit(
                 actor=actor,

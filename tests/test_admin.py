@@ -291,16 +291,18 @@ def test_a_change_of_an_endpoint_is_in_the_audit_and_the_tenant_stays(ops, tenan
     assert "tenant" not in changes
 
 
-def test_an_endpoint_with_deliveries_offers_no_deletion_and_one_without_is_deleted(ops, endpoint, make_endpoint):
+def test_an_endpoint_is_deleted_by_its_own_button_which_keeps_the_history(ops, endpoint):
     make_event(endpoint.tenant)
     assert "deletelink" not in ops.get(change_page(endpoint)).text
     assert ops.get(page("endpoints.endpoint", "delete", endpoint.pk)).status_code == 403
-    unused = make_endpoint(name="mistyped")
-    assert "deletelink" in ops.get(change_page(unused)).text
-    ops.get(page("endpoints.endpoint", "delete", unused.pk))
-    ops.send(page("endpoints.endpoint", "delete", unused.pk), post="yes")
-    assert list(Endpoint.objects.all()) == [endpoint]
-    assert AuditEvent.objects.get(action="endpoint.delete").object_name == "mistyped"
+    assert "for good?" in ops.send(action_page(endpoint, "remove")).text
+    assert "This field is required" in ops.send(action_page(endpoint, "remove"), confirmed="yes", reason="").text
+    answer = ops.send(action_page(endpoint, "remove"), confirmed="yes", reason="moved away", follow=True).text
+    assert "Nothing is sent to it any more" in answer
+    assert Endpoint.objects.get().status == "deleted"
+    assert Delivery.objects.get().state == "dead"
+    assert AuditEvent.objects.get(action="endpoint.deleted").reason == "moved away"
+    assert 'disabled title="It has been deleted."' in ops.get(change_page(endpoint)).text
 
 
 @pytest.mark.parametrize(("overlap", "both"), [(0, False), (3600, True), (604_800, True)])
@@ -540,7 +542,8 @@ def test_a_button_is_not_for_those_who_may_not_see_its_object(delivery):
 
 def test_a_delivery_under_way_is_not_replayed(ops, endpoint):
     pending = make_event(endpoint.tenant).deliveries.get()
-    assert 'disabled title="It is still under way; wait until it has ended."' in ops.get(change_page(pending)).text
+    why_not = f"{pending.typeid} is still under way (Pending); wait until it has ended"
+    assert f'disabled title="{why_not}"' in ops.get(change_page(pending)).text
     response = ops.send(action_page(pending, "replay"), follow=True, confirmed="yes", reason="now!")
     [message] = messages_of(response)
     assert message.lower() == f"{pending.typeid} is still under way (pending); wait until it has ended"

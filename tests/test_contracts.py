@@ -177,7 +177,7 @@ def test_policies_auto_disable(case):
         if event == "reenable":
             run, state = 0, "active"
             continue
-        run, disable = dead_in_a_row(KINGMINOS, run, words[event])
+        run, disable = dead_in_a_row(KINGMINOS.disable_after, run, words[event])
         if disable:
             disabled_at, state = number, "auto_disabled"
     assert (run, state, disabled_at) == (case["final_count"], case["final_state"], case["disabled_at_event"])

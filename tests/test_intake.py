@@ -10,7 +10,7 @@ from django.db import OperationalError
 from django.test import Client
 from django.utils import timezone
 
-from deliveries.intake import FastLane, tenant_of
+from deliveries.intake import FastLane, key_of
 from deliveries.models import Delivery, Event
 from endpoints.models import ApiKey
 from endpoints.services import SYSTEM, revoke_api_key
@@ -264,7 +264,7 @@ def test_every_error_of_the_api_is_a_problem_document(headers):
         ("/v1/nothing", "get", 404),
         ("/v1/nothing", "post", 404),
         ("/v1/", "get", 404),
-        ("/v1/events", "get", 405),
+        ("/v1/events", "put", 405),
     ]
     client = Client(enforce_csrf_checks=True)
     for path, method, status in cases:
@@ -272,7 +272,7 @@ def test_every_error_of_the_api_is_a_problem_document(headers):
         assert response.status_code == status
         assert response.headers["Content-Type"] == "application/problem+json"
         assert response.json()["status"] == status
-    assert client.get("/v1/events").headers["Allow"] == "POST, OPTIONS"
+    assert client.put("/v1/events").headers["Allow"] == "GET, POST, HEAD, OPTIONS"
 
 
 @pytest.mark.parametrize("path", ["/v1/events", "/v1/events/"])
@@ -311,7 +311,7 @@ def test_a_database_that_is_away_at_the_look_up_of_the_key_is_503(headers, monke
 def test_a_refusal_is_a_new_one_each_time(db):
     """One instance raised again and again would keep the frames, and so the bodies, of all requests before."""
     with pytest.raises(Problem) as first:
-        tenant_of(None)
+        key_of(None)
     with pytest.raises(Problem) as second:
-        tenant_of(None)
+        key_of(None)
     assert first.value is not second.value

@@ -129,9 +129,9 @@ def test_a_request_carries_its_headers_and_none_that_libcurl_adds_by_itself(tena
 
     [request] = receiver.received
     names = [name.lower() for name, _ in request.headers]
-    assert sorted(names) == sorted(
-        ["host", "user-agent", "content-type", "content-length", "webhook-id", "webhook-timestamp", "webhook-signature"]
-    )
+    by_us = ["webhook-id", "webhook-timestamp", "webhook-signature", "webhook-attempt", "webhook-event-time"]
+    expected = ["host", "user-agent", "content-type", "content-length", "webhook-sequence", *by_us]
+    assert sorted(names) == sorted(expected)
     assert request.header("content-type") == "text/plain; charset=utf-8"
 
 

@@ -27,6 +27,7 @@ def result(delivery, **fields):
     return Result(
         **{
             "delivery_id": delivery.pk,
+            "endpoint_id": delivery.endpoint_id,
             "token": delivery.claim_token,
             "state": "delivered",
             "id": uuid7(),

@@ -515,11 +515,39 @@ def test_a_reset_connection_is_an_error_with_a_name(transport):
     assert (outcome.status, outcome.error) == (None, "connection_reset")
 
 
-def test_a_name_that_does_not_resolve_is_an_error_with_a_name(transport):
-    # libcurl looks no .onion up (RFC 7686), so that this asks no resolver.
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (socket.EAI_NONAME, "dns_nxdomain"),
+        (socket.EAI_NODATA, "dns_no_address"),
+        (socket.EAI_AGAIN, "dns_servfail"),
+        (socket.EAI_FAIL, "dns_failed"),
+        (None, "dns_failed"),
+    ],
+)
+def test_a_name_that_does_not_resolve_is_an_error_with_the_resolver_s_reason(transport, monkeypatch, code, error):
+    # libcurl looks no .onion up (RFC 7686), so that this asks no resolver but the stub.
+    def look_up(host, *_, **__):
+        assert host == "webhookhub.onion"
+        if code is not None:
+            raise socket.gaierror(code, "stub")
+        return []
+
+    monkeypatch.setattr(transport_module.socket, "getaddrinfo", look_up)
     outcome = exchange_one(transport, request("http://webhookhub.onion/", host="webhookhub.onion"))
 
-    assert (outcome.status, outcome.error, outcome.address) == (None, "dns_failed", None)
+    assert (outcome.status, outcome.error, outcome.address) == (None, error, None)
+
+
+def test_a_resolver_that_hangs_ends_with_the_deadline_and_delays_nobody(transport, receiver, monkeypatch):
+    free = threading.Event()
+    monkeypatch.setattr(transport_module.socket, "getaddrinfo", lambda *_, **__: free.wait(10))
+    hanging = request("http://webhookhub.onion/", host="webhookhub.onion", deadline=1.0)
+    hung, other = exchange(transport, hanging, request(receiver.url))
+    free.set()
+
+    assert (other.status, other.timings.total < 500_000) == (200, True)
+    assert (hung.status, hung.error) == (None, "dns_timeout")
 
 
 def test_lacking_descriptors_of_our_own_is_told_from_the_receivers_faults(transport, receiver, monkeypatch):

@@ -111,7 +111,8 @@ class ObjectAction:
     """A button on an object's page: who may press it, what it asks, and what it does with the answers.
 
     `run` takes the request, the object and the form's cleaned data, and returns a message of what was done, or a page.
-    `why_not` says why it would do nothing to this object now; the button is then drawn, but cannot be pressed.
+    `form` is a form with a `reason`, or makes one for the object. `why_not` says why it would do nothing to this object
+    now; the button is then drawn, but cannot be pressed.
     """
 
     name: str
@@ -119,7 +120,7 @@ class ObjectAction:
     permission: str
     question: Callable[[Any], str]
     run: Callable[[HttpRequest, Any, dict[str, Any]], str | HttpResponse]
-    form: type[forms.Form] = ReasonForm
+    form: Callable[[Any], type[forms.Form]] | type[forms.Form] = ReasonForm
     why_not: Callable[[Any], str] = lambda _: ""
 
 
@@ -247,7 +248,8 @@ class HubModelAdmin(admin.ModelAdmin[Any]):
                 raise PermissionDenied
             if obj is None:
                 raise Http404(f"no {self.opts.verbose_name} has this id")
-            form = action.form(request.POST if "confirmed" in request.POST else None)
+            form_class: Any = action.form if isinstance(action.form, type) else action.form(obj)
+            form = form_class(request.POST if "confirmed" in request.POST else None)
             if not form.is_valid():
                 return self._ask(request, action, obj, form)
             page = HttpResponseRedirect(

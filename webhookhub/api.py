@@ -1,16 +1,22 @@
-"""What every API of ours shares: problem documents (RFC 9457), JSON, and the reading of an Idempotency-Key."""
+"""What every API of ours shares: problem documents (RFC 9457), JSON, ids, pages, the reading of an Idempotency-Key."""
 
 import logging
 import re
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from django.core import signing
 from django.core.exceptions import PermissionDenied
-from django.http import Http404, HttpRequest, HttpResponse
+from django.db.models import QuerySet
+from django.http import Http404, HttpRequest, HttpResponse, QueryDict
 from django.views import defaults
 from django.views.decorators.csrf import csrf_exempt
-from rest_framework import exceptions, renderers
+from rest_framework import exceptions, renderers, serializers
+
+from webhookhub.ids import parse_typeid, typeid
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +29,7 @@ TITLES = {
     405: "Method not allowed",
     408: "Request timeout",
     409: "Conflict",
+    410: "Gone",
     413: "Content too large",
     415: "Unsupported media type",
     422: "Unprocessable content",
@@ -76,6 +83,8 @@ def exception_handler(error: Exception, context: dict[str, Any]) -> HttpResponse
         error = exceptions.NotFound()
     elif isinstance(error, PermissionDenied):
         error = exceptions.PermissionDenied()
+    if isinstance(error, exceptions.ValidationError):
+        return _invalid(error).to_django()
     if isinstance(error, exceptions.APIException):
         headers = {}
         if isinstance(error, exceptions.MethodNotAllowed):
@@ -84,10 +93,93 @@ def exception_handler(error: Exception, context: dict[str, Any]) -> HttpResponse
     return error.answer().to_django() if isinstance(error, Problem) else None
 
 
+def _invalid(error: exceptions.ValidationError) -> Answer:
+    """What is wrong with the members of a body, each with its place."""
+    faults = [(f"/{name}", fault) for name, found in _by_name(error.detail) for fault in found]
+    document = {
+        "type": "about:blank",
+        "title": TITLES[400],
+        "status": 400,
+        "detail": " ".join(str(fault) for _, fault in faults),
+        "code": "invalid",
+        "errors": [{"pointer": place, "code": fault.code, "detail": str(fault)} for place, fault in faults],
+    }
+    return Answer(400, msgspec.json.encode(document), PROBLEM)
+
+
+def _by_name(detail: Any, name: str = "") -> Iterator[tuple[str, list[exceptions.ErrorDetail]]]:
+    if isinstance(detail, dict):
+        for key, inner in detail.items():
+            yield from _by_name(inner, f"{name}/{key}" if name else str(key))
+    elif isinstance(detail, list) and detail and isinstance(detail[0], dict | list):
+        for number, inner in enumerate(detail):
+            yield from _by_name(inner, f"{name}/{number}")
+    elif detail:
+        yield name, detail
+
+
+class IdField(serializers.Field[uuid.UUID, str, str, Any]):
+    """A key, shown as a TypeID of `prefix`."""
+
+    def __init__(self, prefix: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.prefix = prefix
+
+    def to_representation(self, value: uuid.UUID) -> str:
+        """The TypeID."""
+        return typeid(self.prefix, value)
+
+    def to_internal_value(self, data: Any) -> uuid.UUID:
+        """The key; anything but a TypeID of the prefix is invalid."""
+        try:
+            return parse_typeid(self.prefix, str(data))
+        except ValueError as error:
+            raise serializers.ValidationError(str(error)) from error
+
+
+MAX_LIMIT = 250  # rows of one page
+DEFAULT_LIMIT = 50
+_cursors = signing.Signer(salt="webhookhub.api.cursor", sep=".")
+
+
+def read_query(query: QueryDict, known: Collection[str]) -> dict[str, str]:
+    """The parameters of a query, each given once and one of these, or `limit` or `cursor`. Raises Problem 400."""
+    for name, values in query.lists():
+        if name not in {*known, "limit", "cursor"}:
+            detail = f"There is no parameter {name!r} here; there are {', '.join([*known, 'limit', 'cursor'])}"
+            raise Problem(400, "unknown_parameter", detail)
+        if len(values) > 1 or "\0" in values[0]:
+            raise Problem(400, "parameter_invalid", f"Give {name} once, as text without NUL")
+    return query.dict()  # type: ignore[return-value]
+
+
+def page_of(
+    rows: QuerySet[Any], query: Mapping[str, str], *, show: Callable[[Any], Any], newest_first: bool = True
+) -> dict[str, Any]:
+    """A page of rows with UUIDv7 keys, in the order of their keys: `data`, and `next_cursor` when the page is full.
+
+    `limit` and `cursor` come from the query. Raises Problem 400 for what they cannot be.
+    """
+    limit = query.get("limit", str(DEFAULT_LIMIT))
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_LIMIT):
+        raise Problem(400, "limit_invalid", f"limit must be a number from 1 to {MAX_LIMIT}")
+    if "cursor" in query:
+        try:
+            after = uuid.UUID(_cursors.unsign(query["cursor"]))
+        except (signing.BadSignature, ValueError) as error:
+            raise Problem(400, "cursor_invalid", "cursor must be a next_cursor of an earlier page") from error
+        rows = rows.filter(pk__lt=after) if newest_first else rows.filter(pk__gt=after)
+    found = list(rows.order_by("-pk" if newest_first else "pk")[: int(limit)])
+    page: dict[str, Any] = {"data": [show(row) for row in found]}
+    if len(found) == int(limit):
+        page["next_cursor"] = _cursors.sign(found[-1].pk.hex)
+    return page
+
+
 @csrf_exempt
 def not_found(request: HttpRequest, exception: Exception | None = None) -> HttpResponse:
     """Any path of the API that leads nowhere."""
-    detail = f"{request.path} is no resource of this API; it has /v1/events"
+    detail = f"{request.path} is no resource of this API; docs/api.md lists them"
     return Problem(404, "not_found", detail).answer().to_django()
 
 

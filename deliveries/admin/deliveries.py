@@ -1,6 +1,5 @@
-"""Screens for events, deliveries, attempts and replays, and the buttons of an endpoint that concern deliveries."""
+"""Screens for deliveries, attempts and replay jobs."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from django import forms
@@ -12,110 +11,29 @@ from django.utils.formats import localize
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 
-from deliveries.models import Attempt, Delivery, Event, ReplayJob
+from deliveries.admin.shared import MOST, found_by, link, viewable
+from deliveries.models import Attempt, Delivery, ReplayJob
 from deliveries.services import (
     NotReplayable,
     cancel_replay_job,
+    check_replayable,
     create_replay_job,
-    pause_endpoints,
     replay_delivery,
-    resume_endpoints,
+    replay_expires_at,
 )
-from endpoints import admin as endpoints_admin
-from endpoints.models import Endpoint
-from endpoints.services import Actor
+from endpoints.services import Actor, contract_of
 from webhookhub.admin import (
     HubModelAdmin,
     ObjectAction,
     ReadOnlyAdmin,
     Refused,
-    RequiredReasonForm,
     pre,
     pretty_bytes,
-    pretty_json,
     visible,
 )
 
-# A page lists so many deliveries of an event, and replays of a delivery.
-MOST = 100
 # The fastest a replay job may be: each step of it is one transaction.
 MOST_A_SECOND = 1000
-
-
-def link(obj: Any, text: str = "") -> SafeString:
-    """A link to an object's page, by its id unless a text is given."""
-    options = obj._meta
-    url = reverse(f"admin:{options.app_label}_{options.model_name}_change", args=[obj.pk])
-    return format_html('<a href="{}">{}</a>', url, text or obj.typeid)
-
-
-def viewable(request: HttpRequest, names: Iterable[str]) -> list[str]:
-    """The fields without `body`, the bytes of a payload or an answer, for those who may not see them."""
-    may = request.user.has_perm("deliveries.view_payload")
-    return [name for name in names if may or name != "body"]
-
-
-def found_by(obj: Any) -> SafeString:
-    """A link to the deliveries that the search finds by an object's id."""
-    return format_html('<a href="{}?q={}">Show them</a>', reverse("admin:deliveries_delivery_changelist"), obj.typeid)
-
-
-@admin.register(Event)
-class EventAdmin(ReadOnlyAdmin):
-    """Events as they were posted, with where they went."""
-
-    list_display = ["accepted_at", "event_type", "tenant", "caller_key", "typeid"]
-    list_display_links = ["accepted_at", "typeid"]
-    list_select_related = ["tenant"]
-    search_fields = ["id"]
-    search_ids = {"evt": "id", "ten": "tenant_id"}
-    search_help_text = "A whole id: evt_… or ten_…"
-    readonly_fields = [
-        "tenant",
-        "event_type",
-        "accepted_at",
-        "caller_key",
-        "key",
-        "about",
-        "content_type",
-        "sent_to",
-        "body",
-    ]
-    fields = (*readonly_fields,)
-
-    def get_queryset(self, request: HttpRequest) -> Any:
-        """Lists do without the payloads."""
-        return super().get_queryset(request).defer("payload")
-
-    def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> list[str]:
-        """The payload is for those who may see it."""
-        return viewable(request, self.readonly_fields)
-
-    def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
-        """As above."""
-        return self.get_readonly_fields(request, obj)
-
-    @admin.display(description="type", ordering="type")
-    def event_type(self, event: Event) -> str:
-        """The type; whoever posts chooses it."""
-        return visible(event.type)
-
-    @admin.display(description="metadata")
-    def about(self, event: Event) -> SafeString:
-        """What the caller said about it."""
-        return pretty_json(event.metadata)
-
-    @admin.display(description="payload")
-    def body(self, event: Event) -> SafeString:
-        """The payload, escaped."""
-        return pretty_bytes(event.payload)
-
-    @admin.display(description="deliveries")
-    def sent_to(self, event: Event) -> SafeString | str:
-        """A line for each delivery."""
-        deliveries = event.deliveries.select_related("endpoint").order_by("-id")[:MOST]
-        rows = ((one.get_state_display(), link(one.endpoint, one.endpoint.name), link(one)) for one in deliveries)
-        return format_html_join("", "<p>{}: {} {}</p>", rows) or "No endpoint asked for this type when it was posted."
 
 
 class AttemptInline(admin.StackedInline[Attempt, Delivery]):
@@ -204,9 +122,12 @@ def ask_replay(delivery: Delivery) -> str:
 
 
 def why_not_replay(delivery: Delivery) -> str:
-    """A delivery under way would reach the receiver twice."""
-    under_way = delivery.state in (Delivery.State.PENDING, Delivery.State.SENDING)
-    return "It is still under way; wait until it has ended." if under_way else ""
+    """A delivery under way would reach the receiver twice; for others the contract may say no."""
+    try:
+        check_replayable(delivery)
+    except NotReplayable as error:
+        return str(error)
+    return ""
 
 
 @admin.register(Delivery)
@@ -234,6 +155,7 @@ class DeliveryAdmin(ReadOnlyAdmin):
         "shown_state",
         "event_link",
         "endpoint_link",
+        "contract_name",
         "trigger",
         "replay_of_link",
         "replayed_by",
@@ -242,6 +164,7 @@ class DeliveryAdmin(ReadOnlyAdmin):
         "tries",
         "result",
         "finished_at",
+        "replay_until",
     ]
     fields = (*readonly_fields,)
     inlines = [AttemptInline]
@@ -258,7 +181,7 @@ class DeliveryAdmin(ReadOnlyAdmin):
 
     def get_queryset(self, request: HttpRequest) -> Any:
         """Lists do without the payloads."""
-        return super().get_queryset(request).defer("event__payload")
+        return super().get_queryset(request).defer("event__payload", "event__projection")
 
     @admin.display(description="event type")
     def event_type(self, delivery: Delivery) -> str:
@@ -267,9 +190,12 @@ class DeliveryAdmin(ReadOnlyAdmin):
 
     @admin.display(description="state", ordering="state")
     def shown_state(self, delivery: Delivery) -> str:
-        """The state; what has failed and is tried again is not just pending."""
-        retrying = delivery.state == Delivery.State.PENDING and delivery.attempts_made
-        return "Retrying" if retrying else delivery.get_state_display()
+        """The state; what has failed and is tried again is not just pending, and what is dead is so by its contract."""
+        if delivery.state == Delivery.State.PENDING and delivery.attempts_made:
+            return "Retrying"
+        word = delivery.outcome.replace("_", " ")
+        is_told = delivery.state == Delivery.State.DEAD and word not in ("", "dead", "dead letter")
+        return f"{delivery.get_state_display()} ({word})" if is_told else delivery.get_state_display()
 
     @admin.display(description="tries", ordering="attempts_made")
     def tries(self, delivery: Delivery) -> int:
@@ -288,8 +214,20 @@ class DeliveryAdmin(ReadOnlyAdmin):
 
     @admin.display(description="last result")
     def result(self, delivery: Delivery) -> str:
-        """Status or error of the last attempt."""
-        return str(delivery.last_status or delivery.last_error or "–")
+        """Status of the last attempt, or what went wrong in its contract's words."""
+        return str(delivery.last_error or delivery.last_status or "–")
+
+    @admin.display(description="contract")
+    def contract_name(self, delivery: Delivery) -> str:
+        """The contract that it keeps to."""
+        contract = contract_of(delivery.contract)
+        return contract.title if contract else f"{delivery.contract} (not known to this hub)"
+
+    @admin.display(description="can be sent again until")
+    def replay_until(self, delivery: Delivery) -> str:
+        """`replayExpiresAt`."""
+        expires = replay_expires_at(delivery)
+        return str(localize(expires)) if expires else "no limit"
 
     @admin.display(description="event")
     def event_link(self, delivery: Delivery) -> SafeString:
@@ -418,52 +356,3 @@ class ReplayJobAdmin(HubModelAdmin):
         """Says how much it is, where it can be watched and cancelled."""
         messages.success(request, f"Queued. {obj.matched} deliveries match; {obj.rate} a second are sent again.")
         return HttpResponseRedirect(reverse("admin:deliveries_replayjob_change", args=[obj.pk]))
-
-
-def pause(request: HttpRequest, endpoint: Endpoint, answers: dict[str, Any]) -> str:
-    """The button that stops deliveries to an endpoint."""
-    this = Endpoint.objects.filter(pk=endpoint.pk)
-    if not pause_endpoints(this, actor=Actor.of_request(request), reason=answers["reason"]):
-        raise Refused("The endpoint was paused before.")
-    return "Paused. What waits for it is on hold, and so is what comes; nothing is lost."
-
-
-def resume(request: HttpRequest, endpoint: Endpoint, answers: dict[str, Any]) -> str:
-    """The button that lets deliveries to an endpoint go on."""
-    this = Endpoint.objects.filter(pk=endpoint.pk)
-    if not resume_endpoints(this, actor=Actor.of_request(request), reason=answers["reason"]):
-        raise Refused("The endpoint is active.")
-    return "Active again. What was on hold for it is queued."
-
-
-@admin.register(Endpoint)
-class EndpointAdmin(endpoints_admin.EndpointAdmin):
-    """Endpoints, with the buttons that concern their deliveries."""
-
-    fields = [*endpoints_admin.EndpointAdmin.fields, "deliveries"]
-    readonly_fields = [*endpoints_admin.EndpointAdmin.readonly_fields, "deliveries"]
-    object_actions = [
-        ObjectAction(
-            "pause",
-            "Pause…",
-            "endpoints.pause_endpoint",
-            lambda endpoint: f"Pause “{endpoint}”? New events are kept on hold, and what waits for it too.",
-            pause,
-            RequiredReasonForm,
-            lambda endpoint: "It is paused." if endpoint.status == Endpoint.Status.PAUSED else "",
-        ),
-        ObjectAction(
-            "resume",
-            "Resume…",
-            "endpoints.pause_endpoint",
-            lambda endpoint: f"Resume “{endpoint}”? What is on hold for it is sent now.",
-            resume,
-            why_not=lambda endpoint: "It is active." if endpoint.status == Endpoint.Status.ACTIVE else "",
-        ),
-        *endpoints_admin.EndpointAdmin.object_actions,
-    ]
-
-    @admin.display(description="deliveries")
-    def deliveries(self, endpoint: Endpoint) -> SafeString:
-        """Those to it."""
-        return found_by(endpoint)

@@ -27,13 +27,55 @@ def contracts_table(contracts: list[Contract]) -> str:
         ("`Retry-After`", [_retry_after(one) for one in contracts]),
         ("ends at once", [_statuses(one.terminal) for one in contracts]),
         ("disables the endpoint", [_disables(one) for one in contracts]),
+        ("a delivery that does not arrive is", [_ends(one) for one in contracts]),
+        ("while the endpoint is not active", [_INACTIVE[one.when_inactive] for one in contracts]),
+        ("can be sent again", [_replay(one) for one in contracts]),
         ("deadline", [_duration(int(one.deadline * 1000)) for one in contracts]),
         ("of an answer, read / kept", [f"{_size(one.read_bytes)} / {_size(one.keep_bytes)}" for one in contracts]),
         ("signature", [one.signature for one in contracts]),
+        ("ids of events", [f"`{one.event_prefix}_…`" for one in contracts]),
+        ("further headers", [_headers(one) for one in contracts]),
+        ("body", [_body(one) for one in contracts]),
+        ("URL", [_url(one) for one in contracts]),
+        ("verification", ["challenge and paste-back" if one.challenge else "none" for one in contracts]),
     ]
     lines = [f"| {name} | {' | '.join(cells)} |" for name, cells in rows]
     lines.insert(1, "|---" * (len(contracts) + 1) + "|")
     return "\n".join(lines) + "\n"
+
+
+_INACTIVE = {
+    "hold": "kept, sent when it is again",
+    "dead": "dead, unsent",
+    "skip": "not made; what was under way is kept for a replay",
+}
+
+
+def _ends(contract: Contract) -> str:
+    return ", ".join(dict.fromkeys(f"`{word}`" for _, word in contract.states))
+
+
+def _replay(contract: Contract) -> str:
+    if contract.replay_window is None:
+        return "always"
+    begins = "the event" if contract.replay_from_event else "its end"
+    return f"for {_duration(contract.replay_window * 1000)} from {begins}"
+
+
+def _headers(contract: Contract) -> str:
+    return ", ".join(f"`{line.partition(':')[0]}`" for line in contract.headers) or "none"
+
+
+def _body(contract: Contract) -> str:
+    most = f", {_size(contract.max_body_bytes)} at most" if contract.max_body_bytes else ""
+    return ("CloudEvent around the payload" if contract.envelope else "the payload's bytes") + most
+
+
+def _url(contract: Contract) -> str:
+    parts = [
+        word for word, is_so in (("https on port 443", contract.https_443), ("fixed", contract.fixed_url)) if is_so
+    ]
+    return ", ".join(parts) or "by the address rule"
 
 
 def _times(contract: Contract) -> str:

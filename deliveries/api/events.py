@@ -1,0 +1,85 @@
+"""Events: taking one in, and the log. `POST` comes here only where the fast lane does not serve (plain WSGI, tests)."""
+
+from typing import Any
+
+from django.conf import settings
+from django.db.models import Exists, OuterRef
+from django.http import HttpResponse
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.views import APIView
+
+from deliveries.api.access import KeyView, find
+from deliveries.api.deliveries import DeliverySerializer
+from deliveries.intake import answer, check_head, key_of, read_event, too_large
+from deliveries.models import Delivery, Event
+from deliveries.services import publish_events
+from webhookhub.api import IdField, Problem, page_of, read_query
+
+
+class EventSerializer(serializers.ModelSerializer[Event]):
+    """An event, without its payload."""
+
+    id = IdField(Event.prefix)
+    idempotency_key = serializers.CharField(source="caller_key")
+    delivered = serializers.BooleanField()
+
+    class Meta:
+        model = Event
+        fields = ["id", "type", "accepted_at", "sequence", "state", "delivered", "idempotency_key", "metadata"]
+
+
+class EventsView(APIView):
+    """`/v1/events`."""
+
+    def get(self, request: Request) -> Response:
+        """The log: every event that was accepted, newest first, with or without an endpoint that asked for it.
+
+        `type`: of one type. `delivered`: `true` for those of which a delivery has arrived, `false` for the others.
+        """
+        tenant_id = key_of(request.headers.get("authorization")).tenant_id
+        query = read_query(request.query_params, ["type", "delivered"])
+        events = log_of(tenant_id)
+        if "type" in query:
+            events = events.filter(type=query["type"])
+        if "delivered" in query:
+            if query["delivered"] not in ("true", "false"):
+                raise Problem(400, "parameter_invalid", "delivered must be true or false")
+            events = events.delivered(query["delivered"] == "true")
+        return Response(page_of(events, query, show=lambda event: EventSerializer(event).data))
+
+    def post(self, request: Request) -> HttpResponse:
+        """Takes one event in: stored, with its deliveries, before the answer."""
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        check_head(headers)
+        tenant_id = key_of(headers.get("authorization")).tenant_id
+        body = request.body
+        if len(body) > settings.INTAKE_BODY_BYTES:
+            raise too_large()
+        event = read_event(tenant_id, headers, body)
+        return answer(event, publish_events([event])[0]).to_django()
+
+
+class EventView(KeyView):
+    """`/v1/events/<id>`."""
+
+    def get(self, request: Request, event_id: str) -> Response:
+        """An event with its deliveries."""
+        event = find(log_of(self.tenant_id), Event.prefix, plain_event_id(event_id))
+        deliveries = event.deliveries.select_related("endpoint").order_by("-id")[:250]
+        for delivery in deliveries:
+            delivery.event = event
+        return Response({**EventSerializer(event).data, "deliveries": DeliverySerializer(deliveries, many=True).data})
+
+
+def log_of(tenant_id: Any) -> Any:
+    """A tenant's events, without their payloads, and whether each has arrived anywhere."""
+    arrived = Delivery.objects.filter(event=OuterRef("pk"), state=Delivery.State.DELIVERED)
+    events = Event.objects.log().filter(tenant=tenant_id).defer("payload", "projection")
+    return events.annotate(delivered=Exists(arrived))
+
+
+def plain_event_id(text: str) -> str:
+    """An event's id as this API has it; a contract may show it with a prefix of its own (`kmevt_`)."""
+    return f"evt_{text[6:]}" if text.startswith("kmevt_") else text
