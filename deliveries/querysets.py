@@ -19,7 +19,7 @@ else:
 
 # Each event once, with a delivery for every endpoint of its tenant that wants its type, or for the one that a rule has
 # chosen. What becomes of it where the endpoint is not active is for the contract to say. An event of a type about which
-# there is more to know (EventType.is_plain) comes back untouched, for services.publish_events to look at.
+# there is more to know (EventType.is_plain) comes back untouched, for services.publish_events to look at first.
 STORE_EVENTS = """
 WITH input AS (
     SELECT * FROM unnest(
@@ -33,8 +33,7 @@ WITH input AS (
 ), unknown AS (
     SELECT input.id FROM input
     JOIN endpoints_eventtype kind ON kind.tenant_id = input.tenant_id AND kind.name = input.type
-    WHERE NOT input.is_known
-      AND (kind.mode <> 'subscribed' OR kind.lifecycle_sequence IS NOT NULL OR kind.schema <> '{}')
+    WHERE NOT input.is_known AND (kind.mode <> 'subscribed' OR kind.lifecycle_sequence IS NOT NULL)
 ), stored AS (
     INSERT INTO deliveries_event (
         id, tenant_id, type, payload, content_type, key, caller_key, metadata, state, projection

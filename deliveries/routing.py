@@ -63,8 +63,6 @@ def look_at(*, tenant_id: uuid.UUID, event_id: uuid.UUID, event_type: str, paylo
     """What a tenant's catalogue and rules say of an event whose type is in the catalogue."""
     kind = EventType.objects.get(tenant=tenant_id, name=event_type)
     data = _read(payload)
-    if kind.lifecycle_sequence is None and kind.mode == EventType.Mode.SUBSCRIBED:
-        return Known(**_projected(kind, event_id, payload))
     if not isinstance(data, dict):
         return Rejected(400, "data_not_object", f"The data of {event_type} must be an object", "/data")
     if rejected := _check_sequence(kind, data):

@@ -152,11 +152,19 @@ class EventType(Record):
         return self.name
 
     def clean(self) -> None:
-        """Checks the schema."""
+        """Checks the schema, which is for types that go out within limits."""
+        if self.schema and self.is_plain:
+            limited = "types with a place in a lifecycle or a conditional destination"
+            raise ValidationError({"schema": f"A schema sets the limits of {limited}; leave it empty for others."})
         try:
             check_schema(self.schema)
         except ValueError as error:
             raise ValidationError({"schema": str(error)}) from error
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether events of this type go to whoever asks for it, as they are."""
+        return self.mode == self.Mode.SUBSCRIBED and self.lifecycle_sequence is None
 
 
 def all_event_types() -> list[str]:

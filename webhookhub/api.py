@@ -115,7 +115,7 @@ def _by_name(detail: Any, name: str = "") -> Iterator[tuple[str, list[exceptions
         for number, inner in enumerate(detail):
             yield from _by_name(inner, f"{name}/{number}")
     elif detail:
-        yield name, detail
+        yield name, detail if isinstance(detail, list) else [detail]
 
 
 class IdField(serializers.Field[uuid.UUID, str, str, Any]):
