@@ -12,7 +12,7 @@ from deliveries.messages import envelope_bytes, rfc3339
 from deliveries.models import Event
 from endpoints.catalogues import INTERACTION, SEQUENCE
 from endpoints.conditions import compile_condition, read_data
-from endpoints.contracts import BETTERSTOOD
+from endpoints.contracts import CONTRACTS
 from endpoints.models import MAX_RULES, EventType, Rule
 from endpoints.projection import ProjectionGap, project
 from webhookhub.ids import typeid
@@ -119,8 +119,8 @@ def within_limits(kind: EventType, event_id: uuid.UUID, payload: bytes) -> bytes
     """An event's data within the limits of its type, None where it is no object. Raises ProjectionGap."""
     if not payload.lstrip().startswith(b"{"):
         return None
-    assert BETTERSTOOD.max_body_bytes
-    room = BETTERSTOOD.max_body_bytes - envelope_bytes(event_id, kind.tenant_id, kind.name)
+    most = min(contract.max_body_bytes for contract in CONTRACTS.values() if contract.max_body_bytes)
+    room = most - envelope_bytes(event_id, kind.tenant_id, kind.name)
     return project(payload, kind.schema, max_bytes=room).data
 
 

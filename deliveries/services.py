@@ -631,6 +631,14 @@ def replay_expires_at(delivery: Delivery) -> datetime | None:
     return min((end for end in ends if end), default=None)
 
 
+def is_outcome_unknown(delivery: Delivery) -> bool:
+    """Whether a 409 ended a delivery after an attempt to which we saw no answer, which may be being processed still."""
+    if delivery.state != Delivery.State.DEAD or delivery.last_status != 409:
+        return False
+    unseen = ["total_timeout", "connection_reset", "closed_before_response", "write_error", "interrupted"]
+    return delivery.attempts.filter(error__in=unseen).exists()
+
+
 def _is_active(endpoint: Endpoint) -> bool:
     return endpoint.status == Endpoint.Status.ACTIVE and endpoint.tenant.webhooks_enabled
 

@@ -30,12 +30,15 @@ PASSWORD = "a long enough password"
 OPS = [
     *("view_tenant", "add_tenant", "change_tenant", "view_apikey", "add_apikey", "change_apikey"),
     *("view_endpoint", "add_endpoint", "change_endpoint", "delete_endpoint", "pause_endpoint", "rotate_secret"),
-    *("view_eventtype", "add_eventtype", "view_auditevent"),
+    *("verify_endpoint", "test_endpoint", "switch_webhooks", "view_rule", "add_rule", "change_rule"),
+    *("view_eventtype", "add_eventtype", "change_eventtype", "view_auditevent"),
+    *("view_projectiongap", "view_credit", "delete_payload"),
     *("view_event", "view_payload", "view_delivery", "view_attempt", "replay_delivery", "view_replayjob"),
     "add_replayjob",
 ]
 LISTS = ["endpoints.tenant", "endpoints.apikey", "endpoints.eventtype", "endpoints.endpoint", "endpoints.auditevent"]
-LISTS += ["deliveries.event", "deliveries.delivery", "deliveries.replayjob"]
+LISTS += ["endpoints.rule", "deliveries.event", "deliveries.delivery", "deliveries.replayjob"]
+LISTS += ["deliveries.projectiongap", "deliveries.credit"]
 HOSTILE = [
     "<script>alert(1)</script>",
     "</pre><img src=x onerror=alert(1)>",

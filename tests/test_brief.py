@@ -67,6 +67,23 @@ def test_a_terminal_status_ends_a_delivery_at_once_and_leaves_the_endpoint_activ
     assert endpoint.status == "active"
 
 
+def test_a_409_after_an_attempt_without_an_answer_is_shown_as_outcome_unknown(
+    tenant, endpoint, receiver, pump, api_key, admin_client
+):
+    fail(tenant, receiver, pump, 409)
+    receiver.respond = b""
+    publish_events([NewEvent(tenant.pk, "invoice.paid", DATA)])
+    pump()
+    Delivery.objects.update(due_at=Now())
+    receiver.respond = answer(409)
+    pump()
+    unknown, known = Api(api_key).call("GET", "deliveries")["data"]
+    assert (known["outcome"], known["outcome_unknown"]) == ("terminal", False)
+    assert (unknown["outcome"], unknown["outcome_unknown"], unknown["attempts_made"]) == ("terminal", True, 2)
+    page = admin_client.get(f"/admin/deliveries/delivery/{Delivery.objects.latest('id').pk}/change/").text
+    assert "http_409, outcome unknown" in page
+
+
 def test_the_key_is_one_uuid4_on_every_endpoint_attempt_and_replay(tenant, endpoint, make_endpoint, receiver, pump):
     make_endpoint(contract="brief")
     fail(tenant, receiver, pump, 500)

@@ -18,6 +18,7 @@ from deliveries.services import (
     cancel_replay_job,
     check_replayable,
     create_replay_job,
+    is_outcome_unknown,
     replay_delivery,
     replay_expires_at,
 )
@@ -215,7 +216,8 @@ class DeliveryAdmin(ReadOnlyAdmin):
     @admin.display(description="last result")
     def result(self, delivery: Delivery) -> str:
         """Status of the last attempt, or what went wrong in its contract's words."""
-        return str(delivery.last_error or delivery.last_status or "–")
+        found = str(delivery.last_error or delivery.last_status or "–")
+        return f"{found}, outcome unknown: it may have it" if is_outcome_unknown(delivery) else found
 
     @admin.display(description="contract")
     def contract_name(self, delivery: Delivery) -> str:

@@ -9,7 +9,7 @@ from rest_framework.response import Response
 
 from deliveries.api.access import KeyView, find, read_body
 from deliveries.models import Attempt, Delivery, Event
-from deliveries.services import NotReplayable, ReplayExpired, replay_delivery, replay_expires_at
+from deliveries.services import NotReplayable, ReplayExpired, is_outcome_unknown, replay_delivery, replay_expires_at
 from endpoints.models import Endpoint
 from webhookhub.api import IdField, Problem, page_of, read_query
 from webhookhub.ids import parse_typeid
@@ -38,6 +38,7 @@ class DeliverySerializer(serializers.ModelSerializer[Delivery]):
     endpoint = IdField(Endpoint.prefix, source="endpoint_id")
     contract = serializers.SerializerMethodField()
     replay_of = IdField(Delivery.prefix, source="replay_of_id", allow_null=True)
+    outcome_unknown = serializers.SerializerMethodField()
     next_attempt_at = serializers.SerializerMethodField()
     replay_expires_at = serializers.SerializerMethodField()
 
@@ -50,6 +51,7 @@ class DeliverySerializer(serializers.ModelSerializer[Delivery]):
             "contract",
             "state",
             "outcome",
+            "outcome_unknown",
             "last_status",
             "last_error",
             "attempts_made",
@@ -64,6 +66,10 @@ class DeliverySerializer(serializers.ModelSerializer[Delivery]):
     def get_contract(self, delivery: Delivery) -> str:
         """The contract's name."""
         return delivery.contract.partition("@")[0]
+
+    def get_outcome_unknown(self, delivery: Delivery) -> bool:
+        """A 409 came after an attempt without an answer: the receiver may have it, and be at work on it."""
+        return is_outcome_unknown(delivery)
 
     def get_next_attempt_at(self, delivery: Delivery) -> datetime | None:
         """When it is sent next."""
