@@ -61,7 +61,9 @@ class Rejected:
 
 def look_at(*, tenant_id: uuid.UUID, event_id: uuid.UUID, event_type: str, payload: bytes) -> Known | Rejected:
     """What a tenant's catalogue and rules say of an event whose type is in the catalogue."""
-    kind = EventType.objects.get(tenant=tenant_id, name=event_type)
+    kind = EventType.objects.filter(tenant=tenant_id, name=event_type).first()
+    if kind is None:
+        return Known()  # it has just been removed
     data = _read(payload)
     if not isinstance(data, dict):
         return Rejected(400, "data_not_object", f"The data of {event_type} must be an object", "/data")

@@ -126,6 +126,9 @@ def _publish_known(item: NewEvent) -> Publishing:
     except DatabaseError as error:
         logger.error("event %s refused by the database: %s", item.id, error)
         return Refused(transient=False)
+    except Exception:  # a fault of ours is this event's alone: those published with it are stored and to be told so
+        logger.exception("event %s refused by a fault of ours", item.id)
+        return Refused(transient=False)
     return Published(item.id)
 
 

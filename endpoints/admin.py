@@ -121,6 +121,10 @@ class EventTypeAdmin(AuditedAdmin):
     readonly_fields = ["lifecycle_sequence", "schema_at", "created_at"]
     fixed_fields = ["tenant", "name", "mode"]
 
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Not what a contract or a rule goes by: its events would be sent to everybody."""
+        return super().has_delete_permission(request, obj) and (obj is None or obj.is_plain)
+
     def save_model(self, request: HttpRequest, obj: EventType, form: Any, change: bool) -> None:
         """Notes when the schema changes: events that did not fit it are tried again then."""
         if change and "schema" in form.changed_data:

@@ -12,8 +12,8 @@ from django.utils import timezone
 
 from deliveries.intake import FastLane, key_of
 from deliveries.models import Delivery, Event
-from endpoints.models import ApiKey
-from endpoints.services import SYSTEM, revoke_api_key
+from endpoints.models import ApiKey, Endpoint
+from endpoints.services import SYSTEM, create_endpoint, revoke_api_key
 from tests import vectors_loader
 from webhookhub.api import MAX_KEY_CHARS, Problem, parse_idempotency_key
 
@@ -251,6 +251,50 @@ def test_a_key_that_was_revoked_or_has_expired_is_refused(headers, settings):
     revoke_api_key(key=key, actor=SYSTEM)
     [fast] = by_fast_lane((headers, GOOD))
     assert error(fast) == error(by_django(headers, GOOD)) == (401, "unauthorized")
+
+
+LIFECYCLE = {
+    "in its place": (b'"com.elicitra.interaction.ended.v1"', b'{"interactionId":"i","lifecycleSequence":1}', 202, None),
+    "out of it": (
+        *(b'"com.elicitra.interaction.ended.v1"', b'{"interactionId":"i","lifecycleSequence":2}'),
+        *(400, "lifecycle_sequence_wrong"),
+    ),
+    "no interaction": (
+        *(b'"com.elicitra.analysis.failed.v1"', b'{"lifecycleSequence":2}', 400, "interaction_missing"),
+    ),
+    "an array": (b'"com.elicitra.analysis.failed.v1"', b"[]", 400, "data_not_object"),
+    "conditional": (b'"com.elicitra.automation.triggered.v1"', b'{"score":1}', 202, None),
+    "test": (b'"com.elicitra.analysis.failed.v1"', b'{"isTest":true,"lifecycleSequence":2}', 202, None),
+}
+
+
+@pytest.mark.parametrize(("kind", "data", "status", "code"), LIFECYCLE.values(), ids=LIFECYCLE.keys())
+def test_both_lanes_answer_alike_to_events_with_rules_of_their_own(headers, tenant, kind, data, status, code):
+    create_endpoint(
+        endpoint=Endpoint(tenant=tenant, name="a", url="https://hooks.example.com/", contract="betterstood"),
+        actor=SYSTEM,
+    )
+    body = b'{"type":%b,"data":%b}' % (kind, data)
+    [fast] = by_fast_lane((headers, body))
+    first = Event.objects.count()
+    Event.objects.all().delete()
+    slow = by_django(headers, body)
+    assert comparable(fast) == comparable(slow)
+    assert (fast[0], first) == (status, int(status == 202))
+    assert Event.objects.count() == first
+    if code:
+        assert error(fast) == (status, code)
+
+
+def test_a_lifecycle_event_among_others_of_a_group_is_answered_for_itself(headers, tenant, endpoint):
+    create_endpoint(
+        endpoint=Endpoint(tenant=tenant, name="a", url="https://hooks.example.com/", contract="betterstood"),
+        actor=SYSTEM,
+    )
+    place = b'{"type":"com.elicitra.interaction.ended.v1","data":{"interactionId":"i","lifecycleSequence":%d}}'
+    answers = by_fast_lane((headers, GOOD), (headers, place % 2), (headers, place % 1), (headers, GOOD))
+    assert [status for status, _, _ in answers] == [202, 400, 202, 202]
+    assert Event.objects.count() == 3
 
 
 def test_a_key_with_the_secret_of_another_is_refused(headers, api_key):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from django.db import transaction
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -110,11 +111,12 @@ class EndpointView(KeyView):
         for name, value in fields.items():
             setattr(endpoint, name, value)
         check(endpoint)
-        update_endpoint(endpoint=endpoint, fields=list(fields), actor=self.actor)
         this = Endpoint.objects.filter(pk=endpoint.pk)
-        if is_active is not None:
-            change = resume_endpoints if is_active else pause_endpoints
-            change(this, actor=self.actor, reason="by API")
+        with transaction.atomic():
+            update_endpoint(endpoint=endpoint, fields=list(fields), actor=self.actor)
+            if is_active is not None:
+                change = resume_endpoints if is_active else pause_endpoints
+                change(this, actor=self.actor, reason="by API")
         return Response(EndpointSerializer(self._find(endpoint_id)).data)
 
     def delete(self, request: Request, endpoint_id: str) -> Response:
