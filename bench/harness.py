@@ -134,7 +134,7 @@ def make_tenant(url: str, endpoints: int = 1) -> tuple[Any, str]:
 
 def publish(tenant: Any, count: int, endpoints: int = 1) -> None:
     """Stores `count` events of 1 KB, each for one of the endpoints in turn."""
-    from deliveries.services import NewEvent, publish_events
+    from deliveries.publishing import NewEvent, publish_events
 
     for start in range(0, count, 500):
         numbers = range(start, min(start + 500, count))

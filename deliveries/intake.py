@@ -19,8 +19,8 @@ from django.db import DatabaseError, InterfaceError, OperationalError, close_old
 
 from deliveries import payloads
 from deliveries.models import Event
+from deliveries.publishing import KeyReused, NewEvent, Published, Publishing, Refused, publish_events
 from deliveries.routing import Rejected
-from deliveries.services import KeyReused, NewEvent, Published, Publishing, Refused, publish_events
 from endpoints.models import EVENT_TYPE, ApiKey
 from endpoints.services import authenticate
 from webhookhub.api import Answer, Problem, parse_idempotency_key

@@ -18,8 +18,10 @@ from rq.exceptions import StopRequested
 from rq.utils import now
 
 from deliveries.models import ReplayJob
+from deliveries.publishing import repair_projection_gaps
 from deliveries.pump import Pump
-from deliveries.services import release_stranded, repair_projection_gaps, step_replay_job
+from deliveries.replays import step_replay_job
+from deliveries.services import release_stranded
 from webhookhub.limits import raise_descriptor_limit
 
 logger = logging.getLogger(__name__)

@@ -57,7 +57,7 @@ class Event(Record):
             models.Index(fields=["tenant", "-id"], name="event_log"),
             # Of one type (GET /v1/events?type=).
             models.Index(fields=["tenant", "type", "-id"], name="event_log_of_type"),
-            # Gaps to repair (services.repair_projection_gaps).
+            # Gaps to repair (publishing.repair_projection_gaps).
             models.Index(fields=["id"], condition=models.Q(state="projection_gap"), name="event_gaps"),
         ]
         permissions = [

@@ -21,7 +21,7 @@ from deliveries.claiming import Claimer
 from deliveries.messages import Message, compose
 from deliveries.models import Delivery
 from deliveries.querysets import Claimed, Result
-from deliveries.services import judge, park, reclaim_lost, record_results
+from deliveries.results import judge, park, reclaim_lost, record_results
 from deliveries.transport import Outcome, Request, Transport
 from deliveries.wake import Listener
 from endpoints.addresses import Blocked, Target

@@ -289,7 +289,7 @@ class Rule(Record):
 
     class Meta:
         indexes = [
-            # The rules that an event is tried against (services.rules_for).
+            # The rules that an event is tried against (routing.rules_for).
             models.Index(fields=["tenant", "event_type", "position", "id"], name="rule_order"),
         ]
 

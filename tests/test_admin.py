@@ -15,7 +15,8 @@ from django.test import Client
 from django.urls import reverse
 
 from deliveries.models import Attempt, Delivery, Event, ReplayJob
-from deliveries.services import NewEvent, publish_events, step_replay_job
+from deliveries.publishing import NewEvent, publish_events
+from deliveries.replays import step_replay_job
 from endpoints.models import ApiKey, AuditEvent, Endpoint, EndpointSecret, EventType, Tenant
 from endpoints.services import SYSTEM, authenticate, create_api_key, signing_keys
 from endpoints.signing import parse_secret

@@ -8,7 +8,7 @@ import pytest
 from django.db.models.functions import Now
 
 from deliveries.models import Credit, Delivery, Event, ProjectionGap, Verification
-from deliveries.services import NewEvent, publish_events, repair_projection_gaps
+from deliveries.publishing import NewEvent, publish_events, repair_projection_gaps
 from endpoints.contracts import BETTERSTOOD, CONTRACTS
 from endpoints.models import ApiKey, AuditEvent, Endpoint, EventType, Rule, Tenant
 from endpoints.services import authenticate

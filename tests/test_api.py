@@ -6,7 +6,7 @@ import pytest
 from django.test import Client
 
 from deliveries.models import Delivery, Event
-from deliveries.services import NewEvent, publish_events
+from deliveries.publishing import NewEvent, publish_events
 from endpoints.models import ApiKey, AuditEvent, Endpoint, Tenant
 from endpoints.services import SYSTEM, create_api_key, create_endpoint
 from tests.receiver import answer

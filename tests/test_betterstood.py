@@ -15,22 +15,12 @@ from hypothesis import strategies as st
 
 from deliveries.control import NotDone, confirm_verification, start_verification
 from deliveries.models import Credit, Delivery, Event, ProjectionGap, Reservation, Verification
+from deliveries.publishing import NewEvent, Published, publish_events, repair_projection_gaps
 from deliveries.pump import Pump
+from deliveries.replays import NotReplayable, ReplayExpired, delete_payload, replay_delivery, replay_expires_at
+from deliveries.results import reclaim_lost
 from deliveries.routing import Rejected
-from deliveries.services import (
-    NewEvent,
-    NotReplayable,
-    Published,
-    ReplayExpired,
-    delete_payload,
-    pause_endpoints,
-    publish_events,
-    reclaim_lost,
-    repair_projection_gaps,
-    replay_delivery,
-    replay_expires_at,
-    resume_endpoints,
-)
+from deliveries.services import pause_endpoints, resume_endpoints
 from endpoints.contracts import BETTERSTOOD, CONTRACTS
 from endpoints.models import Endpoint, EventType, Rule
 from endpoints.services import SYSTEM

@@ -11,7 +11,8 @@ from django.db import connection
 from django.db.models.functions import Now
 
 from deliveries.models import Delivery, Event
-from deliveries.services import NewEvent, ReplayExpired, delete_payload, publish_events, replay_delivery
+from deliveries.publishing import NewEvent, publish_events
+from deliveries.replays import ReplayExpired, delete_payload, replay_delivery
 from endpoints.models import ApiKey
 from endpoints.services import SYSTEM, create_api_key
 from tests.receiver import answer

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from deliveries.models import Attempt, Delivery
-from deliveries.services import NewEvent, publish_events, replay_delivery
+from deliveries.publishing import NewEvent, publish_events
+from deliveries.replays import replay_delivery
 from endpoints import contracts
 from endpoints.contract_file import SIGNATURES, read_contracts
 from endpoints.contracts import BETTERSTOOD, BRIEF, KINGMINOS, STANDARD, Step, definition, from_definition, key_of

@@ -5,7 +5,9 @@ import re
 import pytest
 
 from deliveries.models import Delivery, Event
-from deliveries.services import NewEvent, pause_endpoints, publish_events, replay_delivery, switch_webhooks
+from deliveries.publishing import NewEvent, publish_events
+from deliveries.replays import replay_delivery
+from deliveries.services import pause_endpoints, switch_webhooks
 from endpoints.models import AuditEvent, Endpoint, EndpointSecret
 from endpoints.services import SYSTEM
 from tests.receiver import answer

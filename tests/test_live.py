@@ -13,7 +13,7 @@ from django.db.models.functions import Now
 from standardwebhooks import Webhook
 
 from deliveries.models import Attempt, Delivery
-from deliveries.services import NewEvent, publish_events
+from deliveries.publishing import NewEvent, publish_events
 from tests.product import Product, wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.django_db(transaction=True)]

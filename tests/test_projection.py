@@ -209,6 +209,7 @@ def resolve(value: Any, pointer: str) -> Any:
     return value
 
 
+@pytest.mark.filterwarnings("ignore:Generating overly large repr")  # of what hypothesis tries now and then
 @given(DOCUMENTS, WRITERS, st.sampled_from([60, 100, 300, 1000, 5000, 20_000, BIG]))
 def test_every_projection_keeps_the_rules(document: dict[str, Any], write: Any, max_bytes: int) -> None:
     payload = write(document)

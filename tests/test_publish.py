@@ -5,7 +5,8 @@ from django.db import OperationalError, transaction
 
 from deliveries import services
 from deliveries.models import Delivery, Event
-from deliveries.services import KeyReused, NewEvent, Published, Refused, pause_endpoints, publish_events
+from deliveries.publishing import KeyReused, NewEvent, Published, Refused, publish_events
+from deliveries.services import pause_endpoints
 from endpoints.models import Endpoint, Tenant
 from endpoints.services import SYSTEM
 

@@ -21,16 +21,11 @@ from standardwebhooks import Webhook
 
 from deliveries import pump as pump_module
 from deliveries.models import Attempt, Delivery, Event
+from deliveries.publishing import NewEvent, publish_events
 from deliveries.pump import Pump
-from deliveries.services import (
-    NewEvent,
-    NotReplayable,
-    pause_endpoints,
-    publish_events,
-    reclaim_lost,
-    replay_delivery,
-    resume_endpoints,
-)
+from deliveries.replays import NotReplayable, replay_delivery
+from deliveries.results import reclaim_lost
+from deliveries.services import pause_endpoints, resume_endpoints
 from endpoints import contracts
 from endpoints.models import AuditEvent, Endpoint, EndpointSecret
 from endpoints.services import SYSTEM, rotate_secret

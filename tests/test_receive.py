@@ -11,7 +11,8 @@ from django.db.models.functions import Now
 
 from deliveries.management.commands.receive import Receiver
 from deliveries.models import Attempt, Delivery
-from deliveries.services import NewEvent, publish_events, replay_delivery
+from deliveries.publishing import NewEvent, publish_events
+from deliveries.replays import replay_delivery
 from endpoints import contracts
 from endpoints.contract_file import read_contracts
 from endpoints.models import Endpoint

@@ -8,8 +8,9 @@ from django.db.models import F
 from django.db.models.functions import Now
 
 from deliveries.models import Attempt, Delivery
+from deliveries.publishing import NewEvent, publish_events
 from deliveries.querysets import Result
-from deliveries.services import NewEvent, publish_events, reclaim_lost, record_results
+from deliveries.results import reclaim_lost, record_results
 from endpoints.models import Endpoint
 from webhookhub.ids import uuid7
 

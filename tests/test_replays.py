@@ -11,15 +11,9 @@ from django.db import connection
 
 from deliveries.jobs import Clock, release_held, run_replay_jobs
 from deliveries.models import Delivery, ReplayJob
-from deliveries.services import (
-    NewEvent,
-    cancel_replay_job,
-    create_replay_job,
-    pause_endpoints,
-    publish_events,
-    resume_endpoints,
-    step_replay_job,
-)
+from deliveries.publishing import NewEvent, publish_events
+from deliveries.replays import cancel_replay_job, create_replay_job, step_replay_job
+from deliveries.services import pause_endpoints, resume_endpoints
 from endpoints.models import AuditEvent, Endpoint
 from endpoints.services import SYSTEM
 
@@ -152,6 +146,9 @@ def test_the_clock_queues_jobs_as_json_and_does_not_pile_them_up():
     clock.enqueue_jobs()
     assert [job.func_name for job in queue.jobs] == ["deliveries.jobs.release_held"]
     assert queue.jobs[0].result_ttl == 60
+    queue.empty()
+    clock.enqueue_jobs()
+    assert [job.func_name for job in queue.jobs] == ["deliveries.jobs.repair_gaps"]
     queue.empty()
     clock.enqueue_jobs()
     assert [job.func_name for job in queue.jobs] == ["deliveries.jobs.clear_sessions"]

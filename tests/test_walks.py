@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from deliveries.models import Attempt, Delivery
-from deliveries.services import NewEvent, publish_events
+from deliveries.publishing import NewEvent, publish_events
 from endpoints.contracts import BETTERSTOOD, BRIEF, CONTRACTS, KINGMINOS, STANDARD, draw
 from endpoints.models import Endpoint
 from tests.clock import Clock

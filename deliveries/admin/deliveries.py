@@ -13,7 +13,7 @@ from django.utils.safestring import SafeString
 
 from deliveries.admin.shared import MOST, found_by, link, viewable
 from deliveries.models import Attempt, Delivery, ReplayJob
-from deliveries.services import (
+from deliveries.replays import (
     NotReplayable,
     cancel_replay_job,
     check_replayable,

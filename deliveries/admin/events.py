@@ -10,7 +10,7 @@ from django.utils.safestring import SafeString
 from deliveries.admin.shared import MOST, link, viewable
 from deliveries.control import CHALLENGE_TYPE
 from deliveries.models import Event, ProjectionGap
-from deliveries.services import NotReplayable, delete_payload
+from deliveries.replays import NotReplayable, delete_payload
 from endpoints.services import Actor
 from webhookhub.admin import (
     ObjectAction,

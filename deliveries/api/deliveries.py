@@ -9,7 +9,7 @@ from rest_framework.response import Response
 
 from deliveries.api.access import KeyView, find, read_body
 from deliveries.models import Attempt, Delivery, Event
-from deliveries.services import NotReplayable, ReplayExpired, is_outcome_unknown, replay_delivery, replay_expires_at
+from deliveries.replays import NotReplayable, ReplayExpired, is_outcome_unknown, replay_delivery, replay_expires_at
 from endpoints.models import Endpoint
 from webhookhub.api import IdField, Problem, page_of, read_query
 from webhookhub.ids import parse_typeid

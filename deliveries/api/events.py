@@ -14,7 +14,7 @@ from deliveries.api.access import KeyView, find
 from deliveries.api.deliveries import DeliverySerializer
 from deliveries.intake import answer, check_head, key_of, read_event, too_large
 from deliveries.models import Delivery, Event
-from deliveries.services import publish_events
+from deliveries.publishing import publish_events
 from webhookhub.api import IdField, Problem, page_of, read_query
 
 

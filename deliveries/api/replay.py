@@ -18,7 +18,7 @@ from deliveries.api.deliveries import DeliverySerializer, replay
 from deliveries.api.events import plain_event_id
 from deliveries.messages import Message, compose
 from deliveries.models import Delivery, Event
-from deliveries.services import replay_expires_at
+from deliveries.replays import replay_expires_at
 from endpoints.contracts import CONTRACTS, Contract
 from endpoints.models import EndpointSecret
 from endpoints.services import contract_of, signing_keys

@@ -1,0 +1,270 @@
+"""Taking events in: stored with their deliveries, in one statement. API, fast lane and programs call these."""
+
+import logging
+import uuid
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from django.db import DatabaseError, InterfaceError, OperationalError, connection, models, transaction
+from django.utils.timezone import now
+
+from deliveries.models import Delivery, Event, ProjectionGap, Reservation
+from deliveries.routing import Known, Rejected, choose, look_at, view, within_limits
+from deliveries.services import announce_on_commit, beginning
+from endpoints.conditions import read_data
+from endpoints.contracts import CONTRACTS
+from endpoints.models import Endpoint, EventType
+from endpoints.projection import ProjectionGap as Unprojectable
+from endpoints.services import contract_keys
+from webhookhub.ids import uuid7
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NewEvent:
+    """An event to publish, validated: the payload's own bytes, and what the caller said about it."""
+
+    tenant_id: uuid.UUID
+    type: str
+    payload: bytes
+    content_type: str = "application/json"
+    caller_key: str | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
+    id: uuid.UUID = field(default_factory=uuid7)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The event is stored. `repeated`: it had been before, under the same caller_key, with the same content, or at the
+    same place of an interaction's life.
+    """
+
+    event_id: uuid.UUID
+    repeated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KeyReused:
+    """Refused: the tenant has used this caller_key for an event with other content, `event_id`."""
+
+    event_id: uuid.UUID
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Refused by the database: nothing of this event is stored. `transient`: the same may work in a moment."""
+
+    transient: bool
+
+
+Publishing = Published | KeyReused | Rejected | Refused
+
+
+def publish_events(items: Sequence[NewEvent]) -> list[Publishing]:
+    """Stores events with a delivery for each endpoint that wants them, all in one statement, and wakes the pumps.
+
+    Inside a caller's transaction, what it stores lives and dies with that transaction, and the wake-up waits for its
+    commit. An event that the database refuses is refused alone: the others are stored all the same. Events of types
+    with rules of their own (deliveries.routing) are stored one by one after the others.
+    """
+    try:
+        stored = _store(items, [_PLAIN] * len(items))
+    except (OperationalError, InterfaceError) as error:
+        logger.error("%d events refused, the database is away: %s", len(items), error)
+        return [Refused(transient=True)] * len(items)
+    except DatabaseError as error:
+        if len(items) > 1:
+            return [publish_events([item])[0] for item in items]
+        logger.error("event %s refused by the database: %s", items[0].id, error)
+        return [Refused(transient=False)]
+    return [_outcome(item, stored.get(item.id)) for item in items]
+
+
+_PLAIN = Known(is_known=False)
+
+
+def _outcome(item: NewEvent, is_stored: bool | None) -> Publishing:
+    if is_stored:
+        return Published(item.id)
+    return _earlier(item) if is_stored is None else _publish_known(item)
+
+
+def _store(items: Sequence[NewEvent], known: Sequence[Known]) -> dict[uuid.UUID, bool]:
+    # One statement is a transaction of its own; within a caller's it needs a savepoint, to be refused alone.
+    with transaction.atomic() if connection.in_atomic_block else nullcontext():
+        stored = Event.objects.all().store({**_columns(items, known), **contract_columns()})
+    if any(stored.values()):
+        announce_on_commit()
+    return stored
+
+
+def _publish_known(item: NewEvent) -> Publishing:
+    """Publishes an event of a type about which there is more to know: where it goes, and within which limits."""
+    try:
+        with transaction.atomic():
+            known = look_at(tenant_id=item.tenant_id, event_id=item.id, event_type=item.type, payload=item.payload)
+            if isinstance(known, Rejected):
+                return known
+            if _store([item], [known]) != {item.id: True}:
+                return _earlier(item)
+            if known.gap:
+                ProjectionGap.objects.create(event_id=item.id, detail=known.gap)
+            if known.place and (first := _reserve(item, known)):
+                transaction.set_rollback(True)
+                return first
+    except (OperationalError, InterfaceError) as error:
+        logger.error("an event is refused, the database is away: %s", error)
+        return Refused(transient=True)
+    except DatabaseError as error:
+        logger.error("event %s refused by the database: %s", item.id, error)
+        return Refused(transient=False)
+    except Exception:  # a fault of ours is this event's alone: those published with it are stored and to be told so
+        logger.exception("event %s refused by a fault of ours", item.id)
+        return Refused(transient=False)
+    return Published(item.id)
+
+
+def _reserve(item: NewEvent, known: Known) -> Published | Rejected | None:
+    """Takes an event's place in the life of its interaction; what is to be answered when another has it."""
+    assert known.place
+    place = {"tenant_id": item.tenant_id, **known.place._asdict()}
+    Reservation.objects.bulk_create([Reservation(**place, event_id=item.id)], ignore_conflicts=True)
+    holder = Reservation.objects.select_related("event").get(**place).event
+    if holder.pk == item.id:
+        return None
+    if holder.type == item.type:
+        return Published(holder.pk, repeated=True)
+    detail = (
+        f"Interaction {known.place.interaction!r} has ended with {holder.type} ({holder.typeid}); "
+        f"{item.type} excludes it"
+    )
+    return Rejected(409, "lifecycle_conflict", detail, "/type")
+
+
+def contract_columns() -> dict[str, list[Any]]:
+    """What the fan-out needs of the contracts that endpoints may follow."""
+    keys = contract_keys()
+    known = [CONTRACTS[name] for name in keys]
+    return {
+        "contract_name": list(keys),
+        "contract_key": list(keys.values()),
+        "contract_when_inactive": [one.when_inactive for one in known],
+        "contract_unsent": [one.state_after("terminal") for one in known],
+        "contract_credits": [one.credits for one in known],
+        "contract_envelope": [one.envelope for one in known],
+    }
+
+
+def _columns(items: Sequence[NewEvent], known: Sequence[Known]) -> dict[str, list[object]]:
+    pairs = list(zip(items, known, strict=True))
+    return {
+        "id": [item.id for item in items],
+        "tenant": [item.tenant_id for item in items],
+        "type": [item.type for item in items],
+        "payload": [item.payload for item in items],
+        "content_type": [item.content_type for item in items],
+        "key": [uuid.uuid4() for _ in items],
+        "caller_key": [item.caller_key for item in items],
+        "metadata": [msgspec.json.encode(item.metadata).decode() for item in items],
+        "patterns": [_patterns(item.type) if one.fan_out else None for item, one in pairs],
+        "state": [one.state for one in known],
+        "projection": [one.projection for one in known],
+        "destination": [one.destination for one in known],
+        "is_known": [one.is_known for one in known],
+    }
+
+
+def pattern_list(event_type: str) -> list[str]:
+    """Everything an endpoint may ask for that this type answers to: *, a.*, a.b.*, a.b.c."""
+    words = event_type.split(".")
+    return ["*", *(".".join(words[:count]) + ".*" for count in range(1, len(words))), event_type]
+
+
+def _patterns(event_type: str) -> str:
+    """As a PostgreSQL array; no pattern holds a quote."""
+    return "{" + ",".join(f'"{pattern}"' for pattern in pattern_list(event_type)) + "}"
+
+
+def _earlier(item: NewEvent) -> Publishing:
+    """The answer for an event whose caller_key was there before it."""
+    try:
+        event = Event.objects.filter(tenant=item.tenant_id, caller_key=item.caller_key).first()
+    except (DatabaseError, InterfaceError) as error:
+        logger.error("an event cannot be compared with the one before it: %s", error)
+        return Refused(transient=True)
+    if event is None:
+        return Refused(transient=True)  # its transaction was rolled back, or it was removed, since we clashed with it
+    same = (event.type, bytes(event.payload), event.content_type, event.metadata) == (
+        item.type,
+        item.payload,
+        item.content_type,
+        item.metadata,
+    )
+    return Published(event.id, repeated=True) if same else KeyReused(event.id)
+
+
+def repair_projection_gaps(limit: int = 200) -> int:
+    """Projects events again whose type's schema has changed since it was found not to fit, and returns how many fit.
+
+    Each is then sent to the endpoints that would have got it, as far as they were active then and are now.
+    """
+    changed = Event.objects.filter(
+        models.Exists(
+            EventType.objects.filter(
+                tenant=models.OuterRef("tenant"),
+                name=models.OuterRef("type"),
+                schema_at__gt=models.OuterRef("gap__tried_at"),
+            )
+        ),
+        state=Event.State.PROJECTION_GAP,
+    )
+    repaired = 0
+    for pk in list(changed.order_by("id").values_list("pk", flat=True)[:limit]):
+        with transaction.atomic():
+            event = Event.objects.select_for_update(skip_locked=True, no_key=True).filter(pk=pk).first()
+            repaired += bool(event and event.state == Event.State.PROJECTION_GAP and _repair(event))
+    return repaired
+
+
+def _repair(event: Event) -> bool:
+    gap, kind = event.gap, EventType.objects.get(tenant=event.tenant_id, name=event.type)
+    gap.tried_at = now()
+    try:
+        event.projection = within_limits(kind, event.pk, bytes(event.payload))
+    except Unprojectable as error:
+        gap.detail = str(error)[:500]
+        gap.save(update_fields=["tried_at", "detail"])
+        return False
+    gap.repaired_at = gap.tried_at
+    gap.save(update_fields=["tried_at", "repaired_at"])
+    event.state = Event.State.ACCEPTED
+    event.save(update_fields=["projection", "state"])
+    _fan_out_late(event, kind)
+    return True
+
+
+def _fan_out_late(event: Event, kind: EventType) -> None:
+    """Makes the deliveries that a gap has kept back. An endpoint that came or came back later gets none."""
+    enveloped = [name for name, contract in CONTRACTS.items() if contract.envelope]
+    endpoints = Endpoint.objects.filter(
+        tenant=event.tenant_id,
+        tenant__webhooks_enabled=True,
+        contract__in=enveloped,
+        status=Endpoint.Status.ACTIVE,
+        status_at__lte=event.accepted_at,
+    ).select_related("tenant")
+    costs = 0
+    if kind.mode == EventType.Mode.CONDITIONAL:
+        rule = choose(event.tenant_id, event.type, view(event.pk, event.type, read_data(bytes(event.payload))))
+        endpoints, costs = endpoints.filter(pk__in=[rule.endpoint_id] if rule else []), 1
+    else:
+        endpoints = endpoints.filter(event_types__overlap=pattern_list(event.type))
+    Delivery.objects.bulk_create(
+        Delivery(event=event, credits=costs * CONTRACTS[endpoint.contract].credits, **beginning(endpoint))
+        for endpoint in endpoints
+    )
+    announce_on_commit()
