@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Callable
 
+import hypothesis
 import pytest
 
 from deliveries.models import Delivery
@@ -11,6 +12,10 @@ from endpoints import services
 from endpoints.models import ApiKey, Endpoint, Tenant
 from endpoints.services import SYSTEM, create_api_key, create_endpoint
 from tests.receiver import Receiver
+
+# How long an example takes says nothing on a machine that is shared.
+hypothesis.settings.register_profile("hub", deadline=None)
+hypothesis.settings.load_profile("hub")
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,6 @@
 """The payload boundary: limits of classes, shrinking to a size, and what must stay as it was."""
 
 import json
-import time
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -258,13 +256,17 @@ def named(count: int, value: object) -> dict[str, object]:
         ({"member00000": "é" * 120_000}, {"x-class": "text"}, 100),
     ],
 )
-def test_a_large_payload_is_projected_quickly(payload: dict[str, object], rule: dict[str, str], max_bytes: int) -> None:
+def test_a_large_payload_shrinks_to_what_there_is_room_for(
+    payload: dict[str, object], rule: dict[str, str], max_bytes: int
+) -> None:
     schema = {"properties": dict.fromkeys(list(payload)[:500], rule)}
-    body = dumps(payload)
-    begin = time.process_time()
-    with suppress(ProjectionGap):
-        project(body, schema, max_bytes=max_bytes)
-    assert time.process_time() - begin < 0.5
+    try:
+        data, omitted = project(dumps(payload), schema, max_bytes=max_bytes)
+    except ProjectionGap as gap:
+        assert gap.pointer == ""  # noqa: PT017
+        return
+    assert 0 < len(data) <= max_bytes
+    assert omitted
 
 
 # --- the schema -----------------------------------------------------------------------------------------------------
