@@ -100,6 +100,9 @@ def _record(results: Sequence[Result]) -> int:
     counted = [result for result in results if result.disable_after]
     with transaction.atomic() if gone or counted or connection.in_atomic_block else nullcontext():
         stood = Delivery.objects.all().record(results)
+        if gone and counted:  # in one order, or two pumps could wait for each other
+            both = {*gone, *(result.endpoint_id for result in counted)}
+            list(Endpoint.objects.filter(pk__in=both).select_for_update(no_key=True).order_by("pk").values("pk"))
         if gone:
             reason = "gone: the receiver answered 410"
             disable_endpoints(Endpoint.objects.filter(pk__in=gone), actor=SYSTEM, reason=reason)

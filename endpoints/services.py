@@ -271,7 +271,10 @@ def set_status(
         if status != Endpoint.Status.DELETED:
             kept.add(Endpoint.Status.UNVERIFIED)
         changed = list(
-            endpoints.exclude(status__in=kept).select_related("tenant").select_for_update(of=("self",), no_key=True)
+            endpoints.exclude(status__in=kept)
+            .select_related("tenant")
+            .select_for_update(of=("self",), no_key=True)
+            .order_by("pk")  # two that lock several must not wait for each other
         )
         values: dict[str, Any] = {"status": status, "status_reason": reason, "status_at": Now()}
         if status == Endpoint.Status.ACTIVE:
