@@ -69,11 +69,11 @@ def confirm_verification(*, endpoint: Endpoint, answer: str, actor: Actor) -> No
     with transaction.atomic():
         endpoint = Endpoint.objects.select_related("tenant").select_for_update(of=("self",)).get(pk=endpoint.pk)
         verification = _open(endpoint).select_related("delivery").first()
-        if verification is None:
+        if endpoint.status != Endpoint.Status.UNVERIFIED or verification is None:
             raise NotDone("No challenge is open for this endpoint; send one")
         if verification.expires_at <= now():
             raise NotDone(f"The challenge has expired after {CHALLENGE_HOURS} hours; send a new one")
-        if not hmac.compare_digest(verification.challenge.encode(), _bare(answer).encode()):
+        if not hmac.compare_digest(verification.challenge.encode(), _bare(answer).encode(errors="replace")):
             wrong = _count_wrong(verification)
         elif verification.delivery.state != Delivery.State.DELIVERED:
             raise NotDone(f"The challenge is right, but {_not_delivered(verification.delivery)}")
@@ -92,10 +92,12 @@ def _bare(answer: str) -> str:
     try:
         found = json.loads(answer)
     except (ValueError, RecursionError):
-        found = answer
+        found = None
     if isinstance(found, dict):
-        found = found.get("challenge", "")
-    return str(found).strip().strip("\"'")
+        answer = str(found.get("challenge"))
+    elif isinstance(found, str):
+        answer = found
+    return answer.strip().strip("\"'")
 
 
 def _count_wrong(verification: Verification) -> str:

@@ -361,7 +361,8 @@ _LONG_DAY = "(?:Monday|Tuesday|Wednesday|Thursday|Friday|Saturday|Sunday)"
 _HTTP_DATES = tuple(
     re.compile(form)
     for form in (
-        rf"{_SHORT_DAY}, (?P<day>[0-9]{{2}}) (?P<month>{_MONTHS}) (?P<year>[0-9]{{4}}) {_CLOCK} GMT",
+        # `-0000` is how mail writes a time in UTC; senders that reuse its code write that.
+        rf"{_SHORT_DAY}, (?P<day>[0-9]{{2}}) (?P<month>{_MONTHS}) (?P<year>[0-9]{{4}}) {_CLOCK} (?:GMT|-0000)",
         rf"{_LONG_DAY}, (?P<day>[0-9]{{2}})-(?P<month>{_MONTHS})-(?P<year>[0-9]{{2}}) {_CLOCK} GMT",
         rf"{_SHORT_DAY} (?P<month>{_MONTHS}) (?P<day>[0-9]{{2}}| [0-9]) {_CLOCK} (?P<year>[0-9]{{4}})",
     )
@@ -376,7 +377,7 @@ def parse_retry_after(value: str | None, now: float) -> int | None:
     if value is None:
         return None
     value = value.strip(" \t")  # RFC 9110's optional whitespace, and no other
-    if re.fullmatch("[0-9]+", value):
+    if re.fullmatch("[0-9]{1,1000}", value):  # more than that is no time that anybody meant
         digits = value.lstrip("0")
         return SATURATION if len(digits) > 10 else min(int(digits or "0"), SATURATION)
     for form in _HTTP_DATES:

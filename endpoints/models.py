@@ -258,8 +258,8 @@ class Endpoint(Record):
         before = Endpoint.objects.get(pk=self.pk)
         old = CONTRACTS.get(before.contract)
         errors = {}
-        if contract.fixed_url and before.url != self.url:
-            errors["url"] = f"The contract {contract.name} fixes the URL; make a new endpoint for another one."
+        if (contract.fixed_url or contract.challenge) and before.url != self.url:
+            errors["url"] = f"Under the contract {contract.name} the URL stays; make a new endpoint for another one."
         if old and self.contract != before.contract and not contract.can_follow(old):
             errors["contract"] = (
                 f"{before.contract} and {contract.name} differ in signature or verification; make a new endpoint."
