@@ -12,7 +12,7 @@ from typing import Any, Self
 import msgspec
 from django.conf import settings
 from django.db import models, transaction
-from django.db.models.functions import Now
+from django.db.models.functions import Least, Now
 from django.http import HttpRequest
 
 from endpoints import contracts, encryption, signing
@@ -163,7 +163,9 @@ def rotate_secret(*, endpoint: Endpoint, actor: Actor, overlap: timedelta, reaso
     """Adds a new signing secret and returns it; the ones before sign along for `overlap` and not after."""
     secret = _scheme_of(endpoint).generate_secret()
     with transaction.atomic():
-        EndpointSecret.objects.valid().filter(endpoint=endpoint).update(expires_at=Now() + overlap)
+        # One that had less time left keeps that: it may be the one that leaked.
+        valid = EndpointSecret.objects.valid().filter(endpoint=endpoint)
+        valid.update(expires_at=Least(models.F("expires_at"), Now() + overlap))
         _add_secret(endpoint, secret)
         record_audit(
             actor=actor,
