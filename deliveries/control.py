@@ -45,7 +45,7 @@ def start_verification(*, endpoint: Endpoint, actor: Actor) -> Verification:
         challenge = secrets.token_hex(16)  # 128 bits
         delivery = _send(
             endpoint=endpoint,
-            contract=contract.for_control("challenge", envelope=False, headers=()),
+            contract=contract.for_control("challenge", envelope=False, headers=(), keep_bytes=0),
             trigger=Delivery.Trigger.VERIFICATION,
             event_type=CHALLENGE_TYPE,
             payload=json.dumps({"challenge": challenge}).encode(),
@@ -142,8 +142,8 @@ def send_test(*, endpoint: Endpoint, event_type: str, actor: Actor) -> Delivery:
         raise NotDone(f"The contract {endpoint.contract} is not known to this hub; give the endpoint another one")
     if event_type not in test_types(endpoint):
         raise NotDone(f"{event_type!r} cannot be sent as a test; choose {', '.join(test_types(endpoint))}")
-    if endpoint.status == Endpoint.Status.UNVERIFIED:
-        raise NotDone("The endpoint is not verified; do that first")
+    if endpoint.status in (Endpoint.Status.UNVERIFIED, Endpoint.Status.DELETED):
+        raise NotDone(f"The endpoint is {endpoint.get_status_display().lower()}; nothing is sent to it")
     kind = subscriptions(contract.catalogue).get(event_type)
     fixture = kind.fixture if kind else {"test": True, "message": "A test of this endpoint by WebhookHub."}
     with transaction.atomic():

@@ -9,7 +9,8 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,7 +20,7 @@ from django.db import DatabaseError, InterfaceError, OperationalError, close_old
 
 from deliveries import payloads
 from deliveries.models import Event
-from deliveries.publishing import KeyReused, NewEvent, Published, Publishing, Refused, publish_events
+from deliveries.publishing import KeyReused, NewEvent, Published, Publishing, Refused, publish_known, publish_plain
 from deliveries.routing import Rejected
 from endpoints.models import EVENT_TYPE, ApiKey
 from endpoints.services import authenticate
@@ -157,14 +158,58 @@ def answer(event: NewEvent, result: Publishing) -> Answer:
 # --- The fast lane
 
 
-class Committer:
-    """Publishes events from many requests: whatever waits when a commit is done goes into the next one."""
+Waiting = tuple[NewEvent, "asyncio.Future[Answer]"]
+
+
+class Turns:
+    """A queue in which tenants take turns, one event each: who posts many at once makes no other tenant wait."""
 
     def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[tuple[NewEvent, asyncio.Future[Answer]] | None] = queue.SimpleQueue()
+        self._waiting: OrderedDict[uuid.UUID, deque[Waiting]] = OrderedDict()
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def put(self, waiting: Waiting) -> None:
+        """Adds an event at the end of its tenant's line."""
+        with self._changed:
+            self._waiting.setdefault(waiting[0].tenant_id, deque()).append(waiting)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Lets `get` end when nothing is left."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def get(self) -> Waiting | None:
+        """The next event, None when the queue is closed and empty."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            if not self._waiting:
+                return None
+            tenant_id, line = self._waiting.popitem(last=False)
+            waiting = line.popleft()
+            if line:
+                self._waiting[tenant_id] = line
+            return waiting
+
+
+class Committer:
+    """Publishes events from many requests: whatever waits when a commit is done goes into the next one.
+
+    Events of types with rules of their own are looked at and stored one by one, in a thread beside the commits.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[Waiting | None] = queue.SimpleQueue()
+        self._known = Turns()
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._work, name="committer", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True)
+            for work in (self._commit_groups, self._publish_known)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     async def publish(self, event: NewEvent) -> Answer:
         """Publishes an event and returns the answer for its caller, after commit."""
@@ -175,9 +220,11 @@ class Committer:
     def close(self) -> None:
         """Commits what waits, and ends."""
         self._waiting.put(None)
-        self._thread.join()
+        self._threads[0].join()
+        self._known.close()
+        self._threads[1].join()
 
-    def _work(self) -> None:
+    def _commit_groups(self) -> None:
         ended = False
         while not ended:
             taken = [self._waiting.get()]
@@ -185,10 +232,15 @@ class Committer:
                 taken.append(self._waiting.get())
             ended = None in taken
             if group := [waiting for waiting in taken if waiting is not None]:
-                self._commit(group)
+                self._publish(group, publish_plain)
         connection.close()
 
-    def _commit(self, group: list[tuple[NewEvent, "asyncio.Future[Answer]"]]) -> None:
+    def _publish_known(self) -> None:
+        while (waiting := self._known.get()) is not None:
+            self._publish([waiting], lambda events: [publish_known(event) for event in events])
+        connection.close()
+
+    def _publish(self, group: list[Waiting], publish: Callable[[list[NewEvent]], Sequence[Publishing | None]]) -> None:
         events = [event for event, _ in group]
         try:
             if connection.connection is None:
@@ -196,17 +248,23 @@ class Committer:
         except (DatabaseError, InterfaceError):
             pass  # publishing meets the same, and says so
         try:
-            answers = [answer(event, result) for event, result in zip(events, publish_events(events), strict=True)]
+            results = publish(events)
         except Exception:
             logger.exception("%d events refused by a fault of ours", len(events))
-            answers = [answer(event, Refused(transient=False)) for event in events]
-        if any(one.status == 503 for one in answers):
+            results = [Refused(transient=False)] * len(events)
+        done: list[tuple[asyncio.Future[Answer], Answer]] = []
+        for waiting, result in zip(group, results, strict=True):
+            if result is None:
+                self._known.put(waiting)
+            else:
+                done.append((waiting[1], answer(waiting[0], result)))
+        if any(one.status == 503 for _, one in done):
             connection.close()  # the next group finds out whether the database is back
-        self._loop.call_soon_threadsafe(_resolve, [future for _, future in group], answers)
+        self._loop.call_soon_threadsafe(_resolve, done)
 
 
-def _resolve(futures: "list[asyncio.Future[Answer]]", answers: list[Answer]) -> None:
-    for future, result in zip(futures, answers, strict=True):
+def _resolve(done: "list[tuple[asyncio.Future[Answer], Answer]]") -> None:
+    for future, result in done:
         if not future.done():  # its caller may have gone
             future.set_result(result)
 

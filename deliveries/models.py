@@ -201,6 +201,7 @@ class ProjectionGap(Record):
     detail = models.CharField(max_length=500, help_text="What does not fit.")
     created_at = models.DateTimeField(db_default=Now())
     tried_at = models.DateTimeField(db_default=Now(), help_text="When it was last projected.")
+    schema_at = models.DateTimeField(help_text="Of which time the schema is that it did not fit.")
     repaired_at = models.DateTimeField(null=True)
 
 

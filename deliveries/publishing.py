@@ -13,7 +13,7 @@ from django.utils.timezone import now
 
 from deliveries.models import Delivery, Event, ProjectionGap, Reservation
 from deliveries.routing import Known, Rejected, choose, look_at, view, within_limits
-from deliveries.services import announce_on_commit, beginning
+from deliveries.services import announce_on_commit, beginning, is_active
 from endpoints.conditions import read_data
 from endpoints.contracts import CONTRACTS
 from endpoints.models import Endpoint, EventType
@@ -65,12 +65,17 @@ Publishing = Published | KeyReused | Rejected | Refused
 
 
 def publish_events(items: Sequence[NewEvent]) -> list[Publishing]:
-    """Stores events with a delivery for each endpoint that wants them, all in one statement, and wakes the pumps.
+    """Stores events with a delivery for each endpoint that wants them, and wakes the pumps.
 
     Inside a caller's transaction, what it stores lives and dies with that transaction, and the wake-up waits for its
-    commit. An event that the database refuses is refused alone: the others are stored all the same. Events of types
-    with rules of their own (deliveries.routing) are stored one by one after the others.
+    commit. An event that is refused is refused alone: the others are stored all the same.
     """
+    first = publish_plain(items)
+    return [result or publish_known(item) for item, result in zip(items, first, strict=True)]
+
+
+def publish_plain(items: Sequence[NewEvent]) -> list[Publishing | None]:
+    """Stores events in one statement; None for those of types with rules of their own, which `publish_known` stores."""
     try:
         stored = _store(items, [_PLAIN] * len(items))
     except (OperationalError, InterfaceError) as error:
@@ -78,19 +83,19 @@ def publish_events(items: Sequence[NewEvent]) -> list[Publishing]:
         return [Refused(transient=True)] * len(items)
     except DatabaseError as error:
         if len(items) > 1:
-            return [publish_events([item])[0] for item in items]
+            return [publish_plain([item])[0] for item in items]
         logger.error("event %s refused by the database: %s", items[0].id, error)
         return [Refused(transient=False)]
-    return [_outcome(item, stored.get(item.id)) for item in items]
+    return [_first_result(item, stored.get(item.id)) for item in items]
 
 
 _PLAIN = Known(is_known=False)
 
 
-def _outcome(item: NewEvent, is_stored: bool | None) -> Publishing:
+def _first_result(item: NewEvent, is_stored: bool | None) -> Publishing | None:
     if is_stored:
         return Published(item.id)
-    return _earlier(item) if is_stored is None else _publish_known(item)
+    return _earlier(item) if is_stored is None else None
 
 
 def _store(items: Sequence[NewEvent], known: Sequence[Known]) -> dict[uuid.UUID, bool]:
@@ -102,7 +107,7 @@ def _store(items: Sequence[NewEvent], known: Sequence[Known]) -> dict[uuid.UUID,
     return stored
 
 
-def _publish_known(item: NewEvent) -> Publishing:
+def publish_known(item: NewEvent) -> Publishing:
     """Publishes an event of a type about which there is more to know: where it goes, and within which limits."""
     try:
         with transaction.atomic():
@@ -111,8 +116,8 @@ def _publish_known(item: NewEvent) -> Publishing:
                 return known
             if _store([item], [known]) != {item.id: True}:
                 return _earlier(item)
-            if known.gap:
-                ProjectionGap.objects.create(event_id=item.id, detail=known.gap)
+            if known.gap and known.schema_at:
+                ProjectionGap.objects.create(event_id=item.id, detail=known.gap, schema_at=known.schema_at)
             if known.place and (first := _reserve(item, known)):
                 transaction.set_rollback(True)
                 return first
@@ -198,7 +203,8 @@ def _earlier(item: NewEvent) -> Publishing:
         return Refused(transient=True)
     if event is None:
         return Refused(transient=True)  # its transaction was rolled back, or it was removed, since we clashed with it
-    same = (event.type, bytes(event.payload), event.content_type, event.metadata) == (
+    payload = item.payload if event.payload_deleted_at else bytes(event.payload)  # nobody knows any more what it was
+    same = (event.type, payload, event.content_type, event.metadata) == (
         item.type,
         item.payload,
         item.content_type,
@@ -208,39 +214,42 @@ def _earlier(item: NewEvent) -> Publishing:
 
 
 def repair_projection_gaps(limit: int = 200) -> int:
-    """Projects events again whose type's schema has changed since it was found not to fit, and returns how many fit.
+    """Projects events again whose type's schema is another than the one they did not fit, and returns how many fit.
 
     Each is then sent to the endpoints that would have got it, as far as they were active then and are now.
     """
-    changed = Event.objects.filter(
-        models.Exists(
-            EventType.objects.filter(
-                tenant=models.OuterRef("tenant"),
-                name=models.OuterRef("type"),
-                schema_at__gt=models.OuterRef("gap__tried_at"),
-            )
-        ),
-        state=Event.State.PROJECTION_GAP,
-    )
+    schema_at = EventType.objects.filter(tenant=models.OuterRef("event__tenant"), name=models.OuterRef("event__type"))
+    gaps = ProjectionGap.objects.annotate(now_at=models.Subquery(schema_at.values("schema_at")[:1]))
+    changed = gaps.filter(
+        event__state=Event.State.PROJECTION_GAP, event__payload_deleted_at=None, now_at__isnull=False
+    ).exclude(schema_at=models.F("now_at"))
     repaired = 0
-    for pk in list(changed.order_by("id").values_list("pk", flat=True)[:limit]):
-        with transaction.atomic():
-            event = Event.objects.select_for_update(skip_locked=True, no_key=True).filter(pk=pk).first()
-            repaired += bool(event and event.state == Event.State.PROJECTION_GAP and _repair(event))
+    for pk in list(changed.order_by("id").values_list("event", flat=True)[:limit]):
+        try:
+            with transaction.atomic():
+                event = Event.objects.select_for_update(skip_locked=True, no_key=True).filter(pk=pk).first()
+                repaired += bool(event and _repair(event))
+        except (OperationalError, InterfaceError):
+            raise
+        except Exception:  # the others must not wait for this one
+            logger.exception("projection gap of event %s cannot be repaired", pk)
     return repaired
 
 
 def _repair(event: Event) -> bool:
-    gap, kind = event.gap, EventType.objects.get(tenant=event.tenant_id, name=event.type)
-    gap.tried_at = now()
+    kind = EventType.objects.filter(tenant=event.tenant_id, name=event.type).first()
+    if event.state != Event.State.PROJECTION_GAP or event.payload_deleted_at or kind is None:
+        return False
+    gap = event.gap
+    gap.tried_at, gap.schema_at = now(), kind.schema_at
     try:
         event.projection = within_limits(kind, event.pk, bytes(event.payload))
     except Unprojectable as error:
         gap.detail = str(error)[:500]
-        gap.save(update_fields=["tried_at", "detail"])
+        gap.save(update_fields=["tried_at", "schema_at", "detail"])
         return False
     gap.repaired_at = gap.tried_at
-    gap.save(update_fields=["tried_at", "repaired_at"])
+    gap.save(update_fields=["tried_at", "schema_at", "repaired_at"])
     event.state = Event.State.ACCEPTED
     event.save(update_fields=["projection", "state"])
     _fan_out_late(event, kind)
@@ -250,13 +259,10 @@ def _repair(event: Event) -> bool:
 def _fan_out_late(event: Event, kind: EventType) -> None:
     """Makes the deliveries that a gap has kept back. An endpoint that came or came back later gets none."""
     enveloped = [name for name, contract in CONTRACTS.items() if contract.envelope]
+    out_of_use = [Endpoint.Status.DELETED, Endpoint.Status.UNVERIFIED]
     endpoints = Endpoint.objects.filter(
-        tenant=event.tenant_id,
-        tenant__webhooks_enabled=True,
-        contract__in=enveloped,
-        status=Endpoint.Status.ACTIVE,
-        status_at__lte=event.accepted_at,
-    ).select_related("tenant")
+        tenant=event.tenant_id, contract__in=enveloped, status_at__lte=event.accepted_at
+    ).exclude(status__in=out_of_use)
     costs = 0
     if kind.mode == EventType.Mode.CONDITIONAL:
         rule = choose(event.tenant_id, event.type, view(event.pk, event.type, read_data(bytes(event.payload))))
@@ -265,6 +271,7 @@ def _fan_out_late(event: Event, kind: EventType) -> None:
         endpoints = endpoints.filter(event_types__overlap=pattern_list(event.type))
     Delivery.objects.bulk_create(
         Delivery(event=event, credits=costs * CONTRACTS[endpoint.contract].credits, **beginning(endpoint))
-        for endpoint in endpoints
+        for endpoint in endpoints.select_related("tenant")
+        if is_active(endpoint) or CONTRACTS[endpoint.contract].when_inactive != "skip"
     )
     announce_on_commit()

@@ -2,6 +2,7 @@
 
 import logging
 import uuid
+from collections.abc import Iterable
 from datetime import datetime, timedelta
 
 from django.db import models, transaction
@@ -9,7 +10,7 @@ from django.db.models.functions import Now
 from django.utils.timezone import now
 
 from deliveries.models import Delivery, Event, ReplayJob
-from deliveries.services import announce_on_commit, beginning, is_active
+from deliveries.services import announce_on_commit, beginning, is_active, is_kept
 from endpoints.contracts import CONTRACTS, STANDARD
 from endpoints.models import Endpoint
 from endpoints.services import Actor, contract_of, record_audit
@@ -34,9 +35,9 @@ def replay_delivery(*, delivery: Delivery, actor: Actor, reason: str = "") -> De
     its contract's window or when the payload has been deleted.
     """
     with transaction.atomic():
-        found = Delivery.objects.select_related("event", "endpoint__tenant").select_for_update(of=("self",))
-        old = found.defer("event__payload", "event__projection").get(pk=delivery.pk)
+        old = _with_locks(Delivery.objects.filter(pk=delivery.pk)).get()
         check_replayable(old)
+        _end_kept([old])
         new = Delivery.objects.create(
             event_id=old.event_id,
             trigger=Delivery.Trigger.MANUAL,
@@ -56,8 +57,22 @@ def replay_delivery(*, delivery: Delivery, actor: Actor, reason: str = "") -> De
     return new
 
 
+def _with_locks(deliveries: models.QuerySet[Delivery]) -> models.QuerySet[Delivery]:
+    """These with what `check_replayable` needs, and their events locked: no payload is deleted meanwhile."""
+    rows = deliveries.select_related("event", "endpoint__tenant").defer("event__payload", "event__projection")
+    return rows.select_for_update(of=("self", "event"), no_key=True)
+
+
+def _end_kept(replayed: Iterable[Delivery]) -> None:
+    """What was kept for a replay has had it."""
+    kept = [one.pk for one in replayed if is_kept(one)]
+    Delivery.objects.filter(pk__in=kept).update(state=Delivery.State.DISCARDED, finished_at=Now())
+
+
 def check_replayable(delivery: Delivery) -> None:
     """Raises NotReplayable or ReplayExpired, see `replay_delivery`."""
+    if delivery.state == Delivery.State.HELD and not is_kept(delivery):
+        raise NotReplayable(f"{delivery.typeid} is on hold, and sent when its endpoint is active; it needs no replay")
     if delivery.state in (Delivery.State.PENDING, Delivery.State.SENDING):
         shown = delivery.get_state_display()
         raise NotReplayable(f"{delivery.typeid} is still under way ({shown}); wait until it has ended")
@@ -101,8 +116,10 @@ def delete_payload(*, event: Event, actor: Actor, reason: str = "") -> None:
     with transaction.atomic():
         Event.objects.select_for_update(no_key=True).only("id").get(pk=event.pk)
         open_states = [Delivery.State.PENDING, Delivery.State.SENDING, Delivery.State.HELD]
-        if event.deliveries.filter(state__in=open_states).exists():
-            raise NotReplayable("A delivery of this event has not ended; wait, or discard it first")
+        under_way = list(event.deliveries.filter(state__in=open_states).select_related("endpoint"))
+        if not all(is_kept(one) for one in under_way):
+            raise NotReplayable("A delivery of this event has not ended; wait until it has")
+        _end_kept(under_way)
         Event.objects.filter(pk=event.pk, payload_deleted_at__isnull=True).update(
             payload=b"", projection=None, payload_deleted_at=Now()
         )
@@ -158,14 +175,15 @@ def step_replay_job(job_id: uuid.UUID, limit: int) -> int | None:
         job = ReplayJob.objects.select_related("endpoint__tenant").select_for_update(of=("self",)).get(pk=job_id)
         if job.state not in (ReplayJob.State.QUEUED, ReplayJob.State.RUNNING):
             return None
-        contract = CONTRACTS.get(job.endpoint.contract)
-        if contract and contract.when_inactive == "skip" and not is_active(job.endpoint):
+        contract, is_deleted = CONTRACTS.get(job.endpoint.contract), job.endpoint.status == Endpoint.Status.DELETED
+        if contract and contract.when_inactive == "skip" and not (is_active(job.endpoint) or is_deleted):
             return 0  # it goes on when the endpoint is active
-        found = _matching(job).select_related("event", "endpoint__tenant").defer("event__payload", "event__projection")
+        found = _matching(job)
         if job.position:
             found = found.filter(id__gt=job.position)
-        page = list(found.order_by("id")[:limit])
+        page = list(_with_locks(found).order_by("id")[:limit])
         fit = [old for old in page if _is_replayable(old)]
+        _end_kept(fit)
         start = beginning(job.endpoint)
         Delivery.objects.bulk_create(
             Delivery(

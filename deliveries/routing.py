@@ -4,22 +4,25 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+from deliveries import payloads
 from deliveries.messages import envelope_bytes, rfc3339
 from deliveries.models import Event
 from endpoints.catalogues import INTERACTION, SEQUENCE
 from endpoints.conditions import compile_condition, read_data
 from endpoints.contracts import CONTRACTS
-from endpoints.models import MAX_RULES, EventType, Rule
+from endpoints.models import MAX_RULES, Endpoint, EventType, Rule
 from endpoints.projection import ProjectionGap, project
 from webhookhub.ids import typeid
 
 logger = logging.getLogger(__name__)
 
-RULES_SECONDS = 0.5  # for all rules of one event: other tenants' events wait meanwhile
+RULES_SECONDS = 0.25  # for all rules of one event: other tenants' events wait meanwhile
+MAX_DEPTH = 500  # of data that is looked into: half of what Python's reader takes on any stack
 MAX_INTERACTION_CHARS = 256  # Betterstood: "Identifier ... values are at most 256 characters"
 _VERSION = re.compile(r"\.(v[0-9]+)\Z")
 
@@ -37,7 +40,7 @@ class Known:
     """What is known of an event before it is stored.
 
     It is sent to `destination`, or with `fan_out` to all who ask for its type; `projection` is its data within the
-    type's limits, `gap` says why there is none.
+    type's limits, `gap` says why there is none by the schema of `schema_at`.
     """
 
     is_known: bool = True
@@ -46,6 +49,7 @@ class Known:
     destination: uuid.UUID | None = None
     projection: bytes | None = None
     gap: str = ""
+    schema_at: datetime | None = None
     place: Place | None = None
 
 
@@ -64,7 +68,11 @@ def look_at(*, tenant_id: uuid.UUID, event_id: uuid.UUID, event_type: str, paylo
     kind = EventType.objects.filter(tenant=tenant_id, name=event_type).first()
     if kind is None:
         return Known()  # it has just been removed
-    data = _read(payload)
+    try:
+        payloads.check(payload, max_depth=MAX_DEPTH)
+        data = read_data(payload)
+    except payloads.PayloadError as error:
+        return Rejected(400, error.code, error.detail, f"/data{error.pointer}")
     if not isinstance(data, dict):
         return Rejected(400, "data_not_object", f"The data of {event_type} must be an object", "/data")
     if rejected := _check_sequence(kind, data):
@@ -77,13 +85,6 @@ def look_at(*, tenant_id: uuid.UUID, event_id: uuid.UUID, event_type: str, paylo
         return Known(fan_out=False, destination=rule.endpoint_id if rule else None, **projected)
     place = _place(kind, data)
     return place if isinstance(place, Rejected) else Known(place=place, **projected)
-
-
-def _read(payload: bytes) -> Any:
-    try:
-        return read_data(payload)
-    except ValueError:
-        return None  # deeper than Python reads, as no object is that a type's rules speak of
 
 
 def _check_sequence(kind: EventType, data: dict[str, Any]) -> Rejected | None:
@@ -114,7 +115,7 @@ def _projected(kind: EventType, event_id: uuid.UUID, payload: bytes) -> dict[str
     try:
         return {"projection": within_limits(kind, event_id, payload)}
     except ProjectionGap as gap:
-        return {"state": Event.State.PROJECTION_GAP, "gap": str(gap)[:500]}
+        return {"state": Event.State.PROJECTION_GAP, "gap": str(gap)[:500], "schema_at": kind.schema_at}
 
 
 def within_limits(kind: EventType, event_id: uuid.UUID, payload: bytes) -> bytes | None:
@@ -142,7 +143,8 @@ def view(event_id: uuid.UUID, event_type: str, data: Any) -> dict[str, Any]:
 def rules_for(tenant_id: uuid.UUID, event_type: str) -> list[Rule]:
     """The rules that events of a type are tried against, in order."""
     rules = Rule.objects.filter(tenant=tenant_id, event_type=event_type, enabled=True)
-    return list(rules.select_related("endpoint").order_by("position", "id")[:MAX_RULES])
+    rules = rules.exclude(endpoint__status=Endpoint.Status.DELETED).select_related("endpoint")
+    return list(rules.order_by("position", "id")[:MAX_RULES])
 
 
 class Trial(NamedTuple):
@@ -153,19 +155,25 @@ class Trial(NamedTuple):
     reason: str
 
 
-def dry_run(tenant_id: uuid.UUID, event_type: str, data: Any) -> list[Trial]:
-    """What a tenant's rules make of an event that is not stored, in order: the first that matches counts."""
-    event = view(uuid.UUID(int=0), event_type, data)
-    return [Trial(rule, *compile_condition(rule.condition).explain(event)) for rule in rules_for(tenant_id, event_type)]
+def try_rules(tenant_id: uuid.UUID, event_type: str, event: dict[str, Any]) -> Iterator[Trial]:
+    """What a tenant's rules make of an event, in order: the first that matches counts.
 
-
-def choose(tenant_id: uuid.UUID, event_type: str, event: dict[str, Any]) -> Rule | None:
-    """The first rule that matches; those not tried within RULES_SECONDS do not."""
+    Those that are not reached within RULES_SECONDS do not match.
+    """
     end = time.monotonic() + RULES_SECONDS
     for rule in rules_for(tenant_id, event_type):
         if time.monotonic() > end:
-            logger.error("rule %s and those after it were not tried: the ones before took too long", rule.typeid)
-            return None
-        if compile_condition(rule.condition).matches(event):
-            return rule
+            yield Trial(rule, False, "It was not tried: the rules before it took too long.")
+        else:
+            yield Trial(rule, *compile_condition(rule.condition).explain(event))
+
+
+def choose(tenant_id: uuid.UUID, event_type: str, event: dict[str, Any]) -> Rule | None:
+    """The first rule that matches."""
+    last = None
+    for last in try_rules(tenant_id, event_type, event):
+        if last.matches:
+            return last.rule
+    if last and "not tried" in last.reason:
+        logger.error("rule %s was not tried: the ones before it took too long", last.rule.typeid)
     return None

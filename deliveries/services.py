@@ -8,7 +8,7 @@ from typing import Any
 from django.db import models, transaction
 from django.db.models.functions import Now
 
-from deliveries.models import Delivery
+from deliveries.models import Delivery, Verification
 from deliveries.wake import announce
 from endpoints.contracts import CONTRACTS, STANDARD, Contract, last_error
 from endpoints.models import Endpoint, Tenant
@@ -76,6 +76,7 @@ def delete_endpoint(*, endpoint: Endpoint, actor: Actor, reason: str = "") -> bo
         _park_waiting([one.pk for one in changed], "endpoint_deleted", for_good=True)
         endpoint.secrets.all().delete()
         endpoint.api_keys.all().delete()
+        Verification.objects.filter(endpoint=endpoint, confirmed_at=None, voided_at=None).update(voided_at=Now())
         endpoint.rules.update(enabled=False)
     return bool(changed)
 
@@ -114,11 +115,20 @@ def resume_endpoints(endpoints: models.QuerySet[Endpoint], *, actor: Actor, reas
     return len(changed)
 
 
-def release_stranded() -> int:
-    """Makes due what is held although its endpoint is active, and returns how many.
+def is_kept(delivery: Delivery) -> bool:
+    """Whether it is on hold for good: its contract keeps it for a replay, and never sends it by itself."""
+    contract = CONTRACTS.get(delivery.endpoint.contract)
+    return delivery.state == Delivery.State.HELD and contract is not None and contract.when_inactive == "skip"
 
-    A fan-out, a replay or a result that saw the endpoint paused may be committed just after it was resumed.
+
+def release_stranded() -> int:
+    """Makes due what is held although its endpoint is active, and returns how many; ends what waits for deleted ones.
+
+    A fan-out, a replay or a result that saw the endpoint paused may be committed just after it was resumed, or deleted.
     """
+    deleted = Endpoint.objects.filter(status=Endpoint.Status.DELETED).values_list("pk", flat=True)
+    with transaction.atomic():
+        _park_waiting(deleted, "endpoint_deleted", for_good=True)
     return _release(Delivery.objects.all())
 
 
@@ -130,6 +140,11 @@ def _release(deliveries: models.QuerySet[Delivery]) -> int:
     kept = [name for name, contract in CONTRACTS.items() if contract.when_inactive == "skip"]
     free = deliveries.filter(endpoint__status=Endpoint.Status.ACTIVE, endpoint__tenant__webhooks_enabled=True)
     held = free.filter(state=Delivery.State.HELD).exclude(endpoint__contract__in=kept)
+    # What came under a contract that nobody knew follows the one that its endpoint has now.
+    unknown = held.exclude(contract__contains="@").exclude(contract__in=CONTRACTS)
+    for name, key in contract_keys().items():
+        unknown.filter(endpoint__contract=name).update(contract=key)
+    held = held.filter(models.Q(contract__contains="@") | models.Q(contract__in=CONTRACTS))
     count = held.update(state=Delivery.State.PENDING, due_at=Now())
     if count:
         announce_on_commit()

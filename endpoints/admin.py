@@ -1,12 +1,14 @@
 """Screens for tenants, keys, endpoints, event types and the audit."""
 
+import json
 import re
 from datetime import timedelta
 from typing import Any
 
 from django import forms
 from django.contrib import admin
-from django.db.models import QuerySet
+from django.db.models import JSONField, QuerySet
+from django.forms.fields import InvalidJSONInput
 from django.http import HttpRequest, HttpResponse
 from django.urls import reverse
 from django.utils.safestring import SafeString
@@ -107,9 +109,37 @@ class ApiKeyAdmin(AuditedAdmin):
         )
 
 
+class SchemaField(forms.JSONField):
+    """JSON that the database can hold: neither too deep nor with numbers or characters that it does not know."""
+
+    def to_python(self, value: Any) -> Any:
+        """The value."""
+        if value and not _is_sound(value):
+            raise forms.ValidationError(
+                "This is no JSON that can be kept: too deep, or with NaN, NUL or half characters."
+            )
+        return super().to_python(value)
+
+    def bound_data(self, data: Any, initial: Any) -> Any:
+        """What the form shows again."""
+        sound = isinstance(data, str) and _is_sound(data)
+        return super().bound_data(data, initial) if sound else InvalidJSONInput(data or "")
+
+
+def _is_sound(text: str) -> bool:
+    try:
+        kept = json.dumps(json.loads(text), allow_nan=False, ensure_ascii=False)
+        kept.encode()
+    except (ValueError, RecursionError):
+        return False
+    return "\\u0000" not in kept
+
+
 @admin.register(EventType)
 class EventTypeAdmin(AuditedAdmin):
     """A tenant's catalogue of event types."""
+
+    formfield_overrides = {JSONField: {"form_class": SchemaField}}
 
     list_display = ["name", "tenant", "mode", "description", "created_at"]
     list_select_related = ["tenant"]

@@ -69,7 +69,7 @@ def _read(name: str, table: Any, known: Mapping[str, Contract]) -> Contract:
         raise _Wrong("", f"the name {name!r} must be lower-case letters, digits, _ and -, beginning with a letter")
     if name in known:
         raise _Wrong("", f"there is a contract {name!r} already; choose another name")
-    base = known.get(table.get("base", "standard"))
+    base = known.get(str(table.get("base", "standard")))
     if base is None:
         raise _Wrong("base", f"base is {table['base']!r}; it must be one of {', '.join(sorted(known))}")
     if unknown := sorted(table.keys() - _FIELDS.keys() - {"base", "title", "waits", "offsets", "jitter"}):
@@ -118,8 +118,13 @@ def _number(value: Any, key: str, *, least: int = 0, most: int) -> int:
 def _statuses(value: Any, key: str) -> frozenset[int]:
     found: set[int] = set()
     for item in value if isinstance(value, list) else [value]:
-        first, _, last = str(item).partition("-")
-        if not (first.isdecimal() and (last or first).isdecimal() and 100 <= int(first) <= int(last or first) <= 599):
+        first, dash, last = str(item).partition("-")
+        if not (
+            bool(dash) == bool(last)
+            and first.isdecimal()
+            and (last or first).isdecimal()
+            and 100 <= int(first) <= int(last or first) <= 599
+        ):
             raise _Wrong(key, f"{key} has {item!r}; it must be a status from 100 to 599, or a range like '410-499'")
         found.update(range(int(first), int(last or first) + 1))
     if successes := sorted(found & set(range(200, 300))):
@@ -163,12 +168,16 @@ def _flag(value: Any, key: str) -> bool:
 def _headers(value: Any, key: str) -> tuple[str, ...]:
     if not isinstance(value, list) or len(value) > MAX_HEADERS:
         raise _Wrong(key, f"{key} must be a list of at most {MAX_HEADERS} lines like 'X-Attempt: {{attempt}}'")
+    names = set()
     for line in value:
         parts = _HEADER.fullmatch(line) if isinstance(line, str) else None
         if parts is None:
             raise _Wrong(key, f"{key} has {line!r}; it must be a line like 'X-Attempt: {{attempt}}'")
         if _RESERVED.fullmatch(parts["name"]):
             raise _Wrong(key, f"{key} has {parts['name']}, which is not for a contract to set; choose another name")
+        if parts["name"].lower() in names:
+            raise _Wrong(key, f"{key} has {parts['name']} twice; give each header once")
+        names.add(parts["name"].lower())
         if re.search("[{}]", _PLACEHOLDER.sub("", parts["value"])):
             known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
             raise _Wrong(key, f"{key} has {line!r}; a line may hold {known}, and braces only for them")

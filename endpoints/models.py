@@ -267,7 +267,7 @@ class Endpoint(Record):
         return errors
 
 
-MAX_RULES = 100  # that an event is tried against
+MAX_RULES = 50  # that an event is tried against
 
 
 class Rule(Record):
@@ -305,6 +305,8 @@ class Rule(Record):
             errors["condition"] = str(error)
         if self.endpoint.tenant_id != self.tenant_id:
             errors["endpoint"] = "This endpoint belongs to another tenant; choose one of the rule's own."
+        elif self.endpoint.status == Endpoint.Status.DELETED:
+            errors["endpoint"] = "This endpoint has been deleted; choose another one."
         conditional = EventType.objects.filter(
             tenant_id=self.tenant_id, name=self.event_type, mode=EventType.Mode.CONDITIONAL
         )

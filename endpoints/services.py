@@ -269,12 +269,12 @@ def set_status(
     What is not verified stays so until its challenge is confirmed, what is deleted for good; either can be deleted.
     """
     with transaction.atomic():
-        kept = {status, Endpoint.Status.DELETED}
+        concerned = endpoints.exclude(status__in=[status, Endpoint.Status.DELETED])
         if status != Endpoint.Status.DELETED:
-            kept.add(Endpoint.Status.UNVERIFIED)
+            verified = [name for name, contract in contracts.CONTRACTS.items() if contract.challenge]
+            concerned = concerned.exclude(status=Endpoint.Status.UNVERIFIED, contract__in=verified)
         changed = list(
-            endpoints.exclude(status__in=kept)
-            .select_related("tenant")
+            concerned.select_related("tenant")
             .select_for_update(of=("self",), no_key=True)
             .order_by("pk")  # two that lock several must not wait for each other
         )

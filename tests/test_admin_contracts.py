@@ -5,15 +5,17 @@ import json
 from datetime import timedelta
 
 import pytest
+from django.contrib.auth.models import User
 from django.db.models.functions import Now
 
 from deliveries.models import Credit, Delivery, Event, ProjectionGap, Verification
 from deliveries.publishing import NewEvent, publish_events, repair_projection_gaps
+from deliveries.services import delete_endpoint
 from endpoints.contracts import BETTERSTOOD, CONTRACTS
 from endpoints.models import ApiKey, AuditEvent, Endpoint, EventType, Rule, Tenant
-from endpoints.services import authenticate
+from endpoints.services import SYSTEM, authenticate
 from tests.receiver import answer
-from tests.test_admin import OPS, Browser, action_page, change_page, page, shown_once, user_with
+from tests.test_admin import OPS, PASSWORD, Browser, action_page, change_page, page, shown_once, user_with
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -29,6 +31,11 @@ def _loopback_urls(monkeypatch):
 @pytest.fixture
 def ops(db) -> Browser:
     return Browser(user_with(*OPS))
+
+
+@pytest.fixture
+def root(db) -> Browser:
+    return Browser(User.objects.create_superuser("root", password=PASSWORD))
 
 
 @pytest.fixture
@@ -92,6 +99,7 @@ def test_an_endpoint_is_made_challenged_confirmed_and_tested(ops, tenant, receiv
 def test_pausing_says_what_the_contract_does(ops, make_endpoint):
     for contract, words in (("standard", "is on hold"), ("kingminos", "is dead"), ("betterstood", "for a replay")):
         made = make_endpoint(contract=contract, name=contract)
+        Endpoint.objects.update(status="active")
         assert words in ops.send(action_page(made, "pause")).text
 
 
@@ -122,7 +130,7 @@ def test_a_rule_is_made_tried_and_refused_when_it_cannot_be(ops, tenant, endpoin
     made = Rule.objects.get()
     assert "It matches" in press(ops, made, "dry_run", payload='{"score": 90}')
     assert "does not match: The condition is false" in press(ops, made, "dry_run", payload='{"score": 9}')
-    assert "This is not JSON" in press(ops, made, "dry_run", payload="{")
+    assert "cannot be the data of an event" in press(ops, made, "dry_run", payload="{")
     assert not Event.objects.exists()
 
 
@@ -200,3 +208,28 @@ def test_who_may_only_look_has_no_buttons(reader, endpoint, name):
     assert f"../{name}/" not in shown
     assert reader.send(action_page(endpoint, name), confirmed="yes", reason="x").status_code == 403
     assert reader.send(action_page(endpoint.tenant, "webhooks_off"), confirmed="yes", reason="x").status_code == 403
+
+
+def test_a_button_on_an_old_page_does_nothing_that_makes_no_sense_any_more(ops, endpoint):
+    delete_endpoint(endpoint=endpoint, actor=SYSTEM)
+    for name, words in (("confirm", "It is deleted"), ("test", "It is deleted"), ("resume", "It is deleted")):
+        assert words in press(ops, endpoint, name, challenge="x", event_type=COMPLETED)
+    endpoint.refresh_from_db()
+    assert endpoint.status == "deleted"
+
+
+@pytest.mark.parametrize(
+    "schema", ['{"a": "\\u0000"}', '{"a": "\\ud800"}', '{"a": NaN}', "[" * 5_000, '{"a":' * 900, "9" * 5_000]
+)
+def test_a_schema_that_cannot_be_kept_is_refused(ops, tenant, schema):
+    form = {"tenant": tenant.pk, "name": "a.b", "mode": "conditional_destination", "schema": schema}
+    response = ops.send(page("endpoints.eventtype", "add"), **form)
+    assert response.status_code == 200
+    assert "errorlist" in response.text
+    assert not EventType.objects.exists()
+
+
+def test_a_type_that_a_contract_goes_by_is_not_deleted(ops, root, tenant, endpoint):
+    kind = EventType.objects.get(name=COMPLETED)
+    assert root.send(page("endpoints.eventtype", "delete", kind.pk), post="yes").status_code == 403
+    assert EventType.objects.filter(pk=kind.pk).exists()

@@ -242,3 +242,42 @@ def test_a_key_of_an_endpoint_opens_the_replay_resource_and_nothing_else(tenant,
     assert bound.call("POST", "events", {"type": "a", "data": {}}, 403)["code"] == "key_of_an_endpoint"
     assert bound.call("GET", "replay") == {"data": []}
     assert api.call("GET", "replay", status=403)["code"] == "key_of_a_tenant"
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b'{"\\ud800":1}', "lone_surrogate"),
+        (b'{"name":"\\ud800"}', "lone_surrogate"),
+        (b"[" * 100_000, "nesting_too_deep"),
+        (b'{"a":' * 5_000 + b"1" + b"}" * 5_000, "nesting_too_deep"),
+        (b'{"a":1,"a":2}', "duplicate_key"),
+        (b'{"name":' + b"9" * 5_000 + b"}", "invalid_json"),
+        (b'{"name":NaN}', "invalid_json"),
+        (b"[]", "body_not_object"),
+        (b"\xff", "invalid_utf8"),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_refused_and_never_a_500(api, endpoint, body, code):
+    for method, path in [("POST", "endpoints"), ("PATCH", f"endpoints/{endpoint.typeid}"), ("POST", "rules")]:
+        response = api.generic(method, f"/v1/{path}", body, "application/json")
+        assert response.status_code == 400
+        assert response.headers["Content-Type"] == "application/problem+json"
+        assert response.json()["code"] == code
+
+
+def test_a_tenant_is_told_what_failed_in_the_contract_s_words_and_not_where(api, tenant, make_endpoint, receiver, pump):
+    endpoint = make_endpoint(contract="kingminos")
+    receiver.respond = b"HTTP/1.1 999 secret-banner\r\nContent-Length: 0\r\n\r\n"
+    publish(tenant)
+    pump()
+    Endpoint.objects.update(url="http://10.1.2.3/hook")
+    publish(tenant)
+    pump()
+    shown = [api.call("GET", f"deliveries/{one.typeid}") for one in Delivery.objects.filter(endpoint=endpoint)]
+    assert sorted(attempt["error"] for one in shown for attempt in one["attempts"]) == [
+        "blocked_endpoint_host",
+        "transport_error",
+    ]
+    assert "secret-banner" not in json.dumps(shown)
+    assert "resolves" not in json.dumps(shown)

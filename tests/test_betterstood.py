@@ -14,16 +14,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deliveries.control import NotDone, confirm_verification, start_verification
-from deliveries.models import Credit, Delivery, Event, ProjectionGap, Reservation, Verification
+from deliveries.models import Credit, Delivery, Event, ProjectionGap, ReplayJob, Reservation, Verification
 from deliveries.publishing import NewEvent, Published, publish_events, repair_projection_gaps
 from deliveries.pump import Pump
-from deliveries.replays import NotReplayable, ReplayExpired, delete_payload, replay_delivery, replay_expires_at
+from deliveries.replays import (
+    NotReplayable,
+    ReplayExpired,
+    create_replay_job,
+    delete_payload,
+    replay_delivery,
+    replay_expires_at,
+    step_replay_job,
+)
 from deliveries.results import reclaim_lost
 from deliveries.routing import Rejected
 from deliveries.services import pause_endpoints, resume_endpoints
 from endpoints.contracts import BETTERSTOOD, CONTRACTS
-from endpoints.models import Endpoint, EventType, Rule
-from endpoints.services import SYSTEM
+from endpoints.models import ApiKey, Endpoint, EventType, Rule
+from endpoints.services import SYSTEM, create_api_key
 from tests.receiver import answer
 from tests.test_api import Api
 from webhookhub.receiver import verify
@@ -317,6 +325,42 @@ def test_410_disables_the_endpoint_and_what_waited_is_kept_for_a_replay(tenant, 
     assert {data_of(request)["interactionId"] for request in receiver.received[2:]} == {"waits", "gone"}
 
 
+def test_what_is_kept_can_be_fetched_and_sent_in_bulk_and_has_then_ended(tenant, endpoint, receiver, pump):
+    receiver.respond = answer(500)
+    for interaction in ("one", "two", "three"):
+        lifecycle(tenant, interaction=interaction)
+    pump()
+    receiver.respond = answer(410)
+    lifecycle(tenant, interaction="gone")
+    pump()
+    mine = Api(create_api_key(key=ApiKey(tenant=tenant, endpoint=endpoint, name="receiver"), actor=SYSTEM))
+    rows = mine.call("GET", "replay")["data"]
+    assert [row["state"] for row in rows] == ["held", "held", "held", "dead_letter"]
+    assert mine.get(f"/v1/replay/{rows[0]['event_id']}").status_code == 200
+
+    resume_endpoints(Endpoint.objects.all(), actor=SYSTEM)
+    receiver.respond = answer(200)
+    job = create_replay_job(job=ReplayJob(endpoint=endpoint, states=["held"], reason="back"), actor=SYSTEM)
+    assert step_replay_job(job.pk, 100) == 3
+    pump()
+    assert mine.call("GET", "replay")["data"][0]["state"] == "dead_letter"
+    assert set(Delivery.objects.values_list("state", flat=True)) == {"discarded", "delivered", "dead"}
+    for event in Event.objects.all():
+        delete_payload(event=event, actor=SYSTEM)
+
+
+def test_a_bulk_replay_passes_over_what_has_expired(tenant, endpoint, receiver, pump):
+    for interaction in ("old", "new"):
+        lifecycle(tenant, interaction=interaction)
+    pump()
+    old = Event.objects.order_by("id").first()
+    Event.objects.filter(pk=old.pk).update(accepted_at=Now() - timedelta(days=31))
+    job = create_replay_job(job=ReplayJob(endpoint=endpoint, states=["delivered"], reason="again"), actor=SYSTEM)
+    assert (job.matched, step_replay_job(job.pk, 100)) == (2, 1)
+    pump()
+    assert data_of(receiver.received[2])["interactionId"] == "new"
+
+
 # --- Replays
 
 
@@ -412,6 +456,40 @@ def test_a_gap_is_recorded_kept_apart_from_failures_and_repaired_when_the_limits
     pump()
     [request] = [one for one in receiver.received if b"int_2" in one.body and "/plain" not in one.line]
     assert data_of(request)["truncation"] == {"omittedFields": ["/organizationId"]}
+
+
+@pytest.mark.parametrize("event_type", [COMPLETED, AUTOMATION])
+def test_a_gap_whose_payload_was_deleted_stays_one_and_stops_no_other(
+    tenant, endpoint, receiver, pump, event_type, caplog
+):
+    rule(endpoint, "true")
+    kind = EventType.objects.get(name=event_type)
+    strict = {
+        **kind.schema,
+        "required": ["email"],
+        "properties": {**kind.schema["properties"], "email": {"x-class": "email"}},
+    }
+    EventType.objects.filter(pk=kind.pk).update(schema=strict, schema_at=Now())
+    data = {"interactionId": "i", "lifecycleSequence": 2} if event_type == COMPLETED else {}
+    found = [post(tenant, event_type, {**data, "email": "e" * 400, **extra}) for extra in ({}, {"interactionId": "j"})]
+    gone, left = (Event.objects.get(pk=one.event_id) for one in found)
+    assert gone.state == left.state == "projection_gap"
+    delete_payload(event=gone, actor=SYSTEM)
+    EventType.objects.filter(pk=kind.pk).update(schema=kind.schema, schema_at=Now())
+    assert repair_projection_gaps() == 1
+    assert repair_projection_gaps() == 0
+    pump()
+    assert [json.loads(request.body)["id"] for request in receiver.received] == [left.typeid]
+    assert "cannot be repaired" not in caplog.text
+
+
+def test_a_gap_is_tried_again_when_its_schema_changed_although_the_clock_says_it_was_before(tenant, endpoint):
+    kind = EventType.objects.get(name=COMPLETED)
+    EventType.objects.filter(pk=kind.pk).update(schema={**kind.schema, "required": ["organizationId"]}, schema_at=Now())
+    lifecycle(tenant, COMPLETED, organizationId="o" * 300)
+    earlier = Now() - timedelta(minutes=1)
+    EventType.objects.filter(pk=kind.pk).update(schema=kind.schema, schema_at=earlier)
+    assert repair_projection_gaps() == 1
 
 
 # --- Credits

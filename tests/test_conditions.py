@@ -59,8 +59,9 @@ def test_a_condition_matches_only_when_it_is_true(text: str, expected: bool) -> 
         ("'a' * 1000000 == ''", "no matching overload"),
         ("2 ** 9 == 1", "Syntax error"),
         ("(" * 100 + "true" + ")" * 100, "deeper than 32 levels"),
-        ("event" + ".data" * 100 + " == 1", "deeper than 32 levels"),
-        ("true" + " || true" * 124 + " " * 10, "the limit is 1,000"),
+        ("event" + ".data" * 80 + " == 1", "deeper than 32 levels"),
+        ("true" + " || true" * 63, "the limit is 500"),
+        ("event.data.all(x, x in [" + ",".join(["1"] * 60) + "])", "terms inside all, exists or exists_one"),
         ("event.id == '\ud800'", "Unicode characters"),
         ("event.data.l.map(x, x) == []", "uses map at line 1, column 17"),
         ("event.data.l.filter(x, x > 1) == []", "uses filter"),
@@ -120,7 +121,7 @@ def test_a_deeply_nested_event_is_evaluated_or_refused_without_a_crash(pair: tup
         read_data((pair[0] * 100_000 + "1" + pair[1] * 100_000).encode())
 
 
-LITERALS = ",".join(["1"] * 450)
+LITERALS = ",".join(["1"] * 30)
 
 
 @pytest.mark.parametrize(
@@ -128,11 +129,11 @@ LITERALS = ",".join(["1"] * 450)
     [
         ("event.data.all(x, x == 0)", [0] * 130_000),
         (f"event.data.all(x, x in [{LITERALS}] || true)", [2] * 10_000),
-        ("||".join(["1 in event.data"] * 50), [0] * 130_000),
-        ("&&".join(["event.data==event.data"] * 40), [0] * 130_000),
-        ("event.data.contains('" + "a" * 900 + "b')", "a" * 262_000),
-        ("||".join(["event.data.contains('" + "a" * 20 + "b')"] * 20), "a" * 262_000),
-        ("event.data.all(x, [" + "x," * 400 + "x].size() > 0)", [0] * 9_999),
+        ("||".join(["1 in event.data"] * 25), [0] * 130_000),
+        ("&&".join(["event.data==event.data"] * 20), [0] * 130_000),
+        ("event.data.contains('" + "a" * 400 + "b')", "a" * 262_000),
+        ("||".join(["event.data.contains('" + "a" * 20 + "b')"] * 10), "a" * 262_000),
+        ("event.data.all(x, [" + "x," * 30 + "x].size() > 0)", [0] * 9_999),
     ],
 )
 def test_the_slowest_conditions_that_are_let_through_come_to_an_end(text: str, data: object) -> None:

@@ -4,14 +4,16 @@ import asyncio
 import json
 import re
 import threading
+import uuid
 
 import pytest
 from django.db import OperationalError
 from django.test import Client
 from django.utils import timezone
 
-from deliveries.intake import FastLane, key_of
+from deliveries.intake import FastLane, Turns, key_of
 from deliveries.models import Delivery, Event
+from deliveries.publishing import NewEvent
 from endpoints.models import ApiKey, Endpoint
 from endpoints.services import SYSTEM, create_endpoint, revoke_api_key
 from tests import vectors_loader
@@ -162,14 +164,14 @@ def test_posts_that_wait_together_share_a_commit_and_each_gets_its_own_answer(he
     groups = []
     all_wait = threading.Timer(0.5, lambda: None)
     all_wait.start()
-    publish = intake.publish_events
+    publish = intake.publish_plain
 
     def publish_when_all_wait(events):
         all_wait.join()
         groups.append(len(events))
         return publish(events)
 
-    monkeypatch.setattr(intake, "publish_events", publish_when_all_wait)
+    monkeypatch.setattr(intake, "publish_plain", publish_when_all_wait)
     bodies = [f'{{"type":"a","data":{{"n":{number}}}}}'.encode() for number in range(50)]
     answers = by_fast_lane(*((headers, body) for body in bodies))
     assert [status for status, _, _ in answers] == [202] * 50
@@ -295,6 +297,18 @@ def test_a_lifecycle_event_among_others_of_a_group_is_answered_for_itself(header
     answers = by_fast_lane((headers, GOOD), (headers, place % 2), (headers, place % 1), (headers, GOOD))
     assert [status for status, _, _ in answers] == [202, 400, 202, 202]
     assert Event.objects.count() == 3
+
+
+def test_tenants_take_turns_where_events_are_looked_at_one_by_one():
+    turns, tenants = Turns(), [uuid.UUID(int=number) for number in range(3)]
+    for number, tenant_id in enumerate([tenants[0]] * 4 + [tenants[1]] * 2 + [tenants[2]]):
+        turns.put((NewEvent(tenant_id, str(number), b""), None))
+    turns.close()
+    order = []
+    while waiting := turns.get():
+        order.append(waiting[0].type)
+    assert order == ["0", "4", "6", "1", "5", "2", "3"]
+    assert turns.get() is None
 
 
 def test_a_key_with_the_secret_of_another_is_refused(headers, api_key):

@@ -12,8 +12,8 @@ from django.db import connection
 from deliveries.jobs import Clock, release_held, run_replay_jobs
 from deliveries.models import Delivery, ReplayJob
 from deliveries.publishing import NewEvent, publish_events
-from deliveries.replays import cancel_replay_job, create_replay_job, step_replay_job
-from deliveries.services import pause_endpoints, resume_endpoints
+from deliveries.replays import NotReplayable, cancel_replay_job, create_replay_job, replay_delivery, step_replay_job
+from deliveries.services import delete_endpoint, pause_endpoints, release_stranded, resume_endpoints
 from endpoints.models import AuditEvent, Endpoint
 from endpoints.services import SYSTEM
 
@@ -153,3 +153,36 @@ def test_the_clock_queues_jobs_as_json_and_does_not_pile_them_up():
     clock.enqueue_jobs()
     assert [job.func_name for job in queue.jobs] == ["deliveries.jobs.clear_sessions"]
     queue.empty()
+
+
+@pytest.mark.django_db
+def test_what_is_on_hold_is_not_sent_twice_by_a_replay(tenant, endpoint):
+    pause_endpoints(Endpoint.objects.all(), actor=SYSTEM, reason="x")
+    publish_events([NewEvent(tenant.pk, "a", b"{}")])
+    with pytest.raises(NotReplayable, match="needs no replay"):
+        replay_delivery(delivery=Delivery.objects.get(), actor=SYSTEM)
+
+
+@pytest.mark.django_db
+def test_what_a_race_has_left_for_a_deleted_endpoint_is_ended_by_the_periodic_job(tenant, endpoint):
+    publish_events([NewEvent(tenant.pk, "a", b"{}") for _ in range(2)])
+    delete_endpoint(endpoint=endpoint, actor=SYSTEM)
+    first, second = Delivery.objects.all()
+    Delivery.objects.filter(pk=first.pk).update(state="held", outcome="", last_error="")
+    Delivery.objects.filter(pk=second.pk).update(state="pending", outcome="", last_error="")
+    release_stranded()
+    assert set(Delivery.objects.values_list("state", "outcome", "last_error")) == {("dead", "dead", "endpoint_deleted")}
+    job = ReplayJob(endpoint=endpoint, states=["dead"], reason="x")
+    assert step_replay_job(create_replay_job(job=job, actor=SYSTEM).pk, 10) == 0
+    assert ReplayJob.objects.get().state == "completed"
+
+
+@pytest.mark.django_db
+def test_what_came_under_a_contract_that_is_gone_follows_the_endpoint_s_next_one(tenant, endpoint, monkeypatch):
+    Endpoint.objects.update(contract="patient")
+    publish_events([NewEvent(tenant.pk, "a", b"{}")])
+    Delivery.objects.update(state="held")
+    assert release_stranded() == 0
+    Endpoint.objects.update(contract="brief")
+    assert release_stranded() == 1
+    assert Delivery.objects.get().contract.startswith("brief@")

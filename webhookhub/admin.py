@@ -248,13 +248,16 @@ class HubModelAdmin(admin.ModelAdmin[Any]):
                 raise PermissionDenied
             if obj is None:
                 raise Http404(f"no {self.opts.verbose_name} has this id")
+            page = HttpResponseRedirect(
+                reverse(f"admin:{self.opts.app_label}_{self.opts.model_name}_change", args=[obj.pk])
+            )
+            if why_not := action.why_not(obj):  # the page with the button may be an old one
+                messages.error(request, why_not)
+                return page
             form_class: Any = action.form if isinstance(action.form, type) else action.form(obj)
             form = form_class(request.POST if "confirmed" in request.POST else None)
             if not form.is_valid():
                 return self._ask(request, action, obj, form)
-            page = HttpResponseRedirect(
-                reverse(f"admin:{self.opts.app_label}_{self.opts.model_name}_change", args=[obj.pk])
-            )
             try:
                 done = action.run(request, obj, form.cleaned_data)
             except Refused as refused:

@@ -265,7 +265,12 @@ class ReplayJobForm(forms.ModelForm[ReplayJob]):
     states = forms.MultipleChoiceField(
         choices=[
             (state.value, state.label)
-            for state in (Delivery.State.DEAD, Delivery.State.DISCARDED, Delivery.State.DELIVERED)
+            for state in (
+                Delivery.State.DEAD,
+                Delivery.State.HELD,
+                Delivery.State.DISCARDED,
+                Delivery.State.DELIVERED,
+            )
         ],
         initial=[Delivery.State.DEAD],
         widget=forms.CheckboxSelectMultiple,

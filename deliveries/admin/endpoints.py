@@ -1,6 +1,5 @@
 """What concerns the deliveries of tenants and endpoints: switches, verification, tests, rules and credits."""
 
-import json
 from typing import Any
 
 from django import forms
@@ -10,13 +9,14 @@ from django.urls import reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
+from deliveries import payloads
 from deliveries.admin.shared import found_by, link
 from deliveries.control import NotDone, confirm_verification, send_test, start_verification, test_types
 from deliveries.models import Credit
-from deliveries.routing import view
+from deliveries.routing import MAX_DEPTH, view
 from deliveries.services import delete_endpoint, pause_endpoints, resume_endpoints, switch_webhooks
 from endpoints import admin as endpoints_admin
-from endpoints.conditions import compile_condition
+from endpoints.conditions import compile_condition, read_data
 from endpoints.contracts import CONTRACTS
 from endpoints.models import Endpoint, Rule, Tenant
 from endpoints.services import Actor
@@ -56,7 +56,9 @@ def resume(request: HttpRequest, endpoint: Endpoint, answers: dict[str, Any]) ->
 def _why_not_stopped(endpoint: Endpoint, status: Endpoint.Status) -> str:
     if endpoint.status in (status, Endpoint.Status.DELETED):
         return f"It is {endpoint.get_status_display().lower()}."
-    return "It is not verified yet." if endpoint.status == Endpoint.Status.UNVERIFIED else ""
+    contract = CONTRACTS.get(endpoint.contract)
+    waits = endpoint.status == Endpoint.Status.UNVERIFIED and contract is not None and contract.challenge
+    return "It is not verified yet." if waits else ""
 
 
 def delete(request: HttpRequest, endpoint: Endpoint, answers: dict[str, Any]) -> str:
@@ -156,7 +158,11 @@ class EndpointAdmin(endpoints_admin.EndpointAdmin):
             lambda endpoint: f"Send synthetic data to “{endpoint}”? It is sent once, costs nothing and counts nowhere.",
             test,
             test_form,
-            lambda endpoint: "It is not verified yet." if endpoint.status == Endpoint.Status.UNVERIFIED else "",
+            lambda endpoint: (
+                f"It is {endpoint.get_status_display().lower()}."
+                if endpoint.status in (Endpoint.Status.UNVERIFIED, Endpoint.Status.DELETED)
+                else ""
+            ),
         ),
         ObjectAction(
             "challenge",
@@ -265,14 +271,17 @@ class TrialForm(ReasonForm):
     def clean_payload(self) -> Any:
         """The JSON."""
         try:
-            return json.loads(self.cleaned_data["payload"])
-        except (ValueError, RecursionError) as error:
-            raise forms.ValidationError(f"This is not JSON: {error}") from error
+            payload = self.cleaned_data["payload"].encode()
+            payloads.check(payload, max_depth=MAX_DEPTH)
+            return read_data(payload)
+        except ValueError as error:
+            raise forms.ValidationError(f"This cannot be the data of an event: {error}") from error
 
 
 def dry_run(request: HttpRequest, rule: Rule, answers: dict[str, Any]) -> str:
     """The button that tries a rule; nothing is stored, sent or charged."""
-    matches, reason = compile_condition(rule.condition).explain(view(uuid7(), rule.event_type, answers["payload"]))
+    event = view(uuid7(), rule.event_type, answers["payload"])
+    matches, reason = compile_condition(rule.condition).explain(event)
     return f"It matches: such an event would go to “{rule.endpoint}”." if matches else f"It does not match: {reason}"
 
 

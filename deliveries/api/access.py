@@ -1,16 +1,21 @@
 """Who calls: every resource but the replay resource is a tenant's, the replay resource is one endpoint's receiver's."""
 
 import functools
+import json
 import uuid
 from typing import Any, TypeVar
 
+from django.conf import settings
 from django.core.exceptions import ValidationError
 from django.db import models
 from rest_framework import serializers
+from rest_framework.parsers import BaseParser
 from rest_framework.request import Request
 from rest_framework.views import APIView
 
-from deliveries.intake import key_of
+from deliveries import payloads
+from deliveries.intake import key_of, too_large
+from deliveries.routing import MAX_DEPTH
 from endpoints.models import ApiKey, AuditEvent
 from endpoints.services import Actor
 from webhookhub.api import Problem
@@ -19,9 +24,29 @@ from webhookhub.ids import parse_typeid
 Row = TypeVar("Row", bound=models.Model)
 
 
+class SoundJSONParser(BaseParser):
+    """JSON by the same rules as payloads: no name twice, no half of a surrogate pair, and not so deep."""
+
+    media_type = "application/json"
+
+    def parse(self, stream: Any, media_type: str | None = None, parser_context: Any = None) -> Any:
+        """The value. Raises Problem 400, 413."""
+        body = stream.read()
+        if len(body) > settings.INTAKE_BODY_BYTES:
+            raise too_large()
+        try:
+            payloads.check(body, max_bytes=settings.INTAKE_BODY_BYTES, max_depth=MAX_DEPTH)
+            return json.loads(body)
+        except payloads.PayloadError as error:
+            raise Problem(400, error.code, error.detail, error.pointer) from error
+        except ValueError as error:  # an integer with more digits than Python reads
+            raise Problem(400, "invalid_json", f"The JSON cannot be read: {error}") from error
+
+
 class KeyView(APIView):
     """A view for who shows an API key, which is in `key` from then on."""
 
+    parser_classes = [SoundJSONParser]
     key: ApiKey
 
     def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:

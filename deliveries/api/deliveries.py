@@ -10,20 +10,30 @@ from rest_framework.response import Response
 from deliveries.api.access import KeyView, find, read_body
 from deliveries.models import Attempt, Delivery, Event
 from deliveries.replays import NotReplayable, ReplayExpired, is_outcome_unknown, replay_delivery, replay_expires_at
+from endpoints.contracts import STANDARD, last_error
 from endpoints.models import Endpoint
+from endpoints.services import contract_of
 from webhookhub.api import IdField, Problem, page_of, read_query
 from webhookhub.ids import parse_typeid
 
 
 class AttemptSerializer(serializers.ModelSerializer[Attempt]):
-    """One try. What the receiver answered beside its status is for the hub's staff."""
+    """One try, in its contract's words. What else the receiver answered, and where it is, the hub's staff may see."""
 
     id = IdField(Attempt.prefix)
+    error = serializers.SerializerMethodField()
     duration_ms = serializers.SerializerMethodField()
 
     class Meta:
         model = Attempt
-        fields = ["id", "number", "started_at", "url", "status", "error", "detail", "duration_ms"]
+        fields = ["id", "number", "started_at", "url", "status", "error", "duration_ms"]
+
+    def get_error(self, attempt: Attempt) -> str:
+        """What went wrong, empty for a 2xx."""
+        if attempt.status and 200 <= attempt.status <= 299:
+            return ""
+        contract = contract_of(attempt.delivery.contract) or STANDARD
+        return last_error(contract, status=attempt.status, error=attempt.error).rstrip(":")
 
     def get_duration_ms(self, attempt: Attempt) -> float | None:
         """The whole exchange."""
@@ -106,7 +116,7 @@ class DeliveryView(KeyView):
     def get(self, request: Request, delivery_id: str) -> Response:
         """A delivery with its attempts."""
         delivery = find(deliveries_of(self.tenant_id), Delivery.prefix, delivery_id)
-        attempts = delivery.attempts.order_by("number")
+        attempts = delivery.attempts.select_related("delivery").order_by("number")
         return Response({**DeliverySerializer(delivery).data, "attempts": AttemptSerializer(attempts, many=True).data})
 
 

@@ -105,7 +105,8 @@ class EndpointView(KeyView):
         endpoint = self._find(endpoint_id)
         fields = read_body(request, ChangedEndpoint, partial=True)
         is_active = fields.pop("is_active", None)
-        if is_active and endpoint.status == Endpoint.Status.UNVERIFIED:
+        contract = CONTRACTS.get(endpoint.contract)
+        if is_active and endpoint.status == Endpoint.Status.UNVERIFIED and contract and contract.challenge:
             detail = f"Verify it first: POST /v1/endpoints/{endpoint.typeid}/verification"
             raise Problem(409, "not_verified", detail, "/is_active")
         for name, value in fields.items():

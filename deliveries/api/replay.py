@@ -1,7 +1,6 @@
 """The replay resource: what a receiver can still get of what it missed. Its key is bound to its endpoint."""
 
 import time
-import uuid
 from datetime import timedelta
 from typing import Any
 
@@ -19,8 +18,9 @@ from deliveries.api.events import plain_event_id
 from deliveries.messages import Message, compose
 from deliveries.models import Delivery, Event
 from deliveries.replays import replay_expires_at
+from deliveries.services import is_kept
 from endpoints.contracts import CONTRACTS, Contract
-from endpoints.models import EndpointSecret
+from endpoints.models import Endpoint, EndpointSecret
 from endpoints.services import contract_of, signing_keys
 from webhookhub.api import IdField, Problem, page_of, read_query
 from webhookhub.ids import parse_typeid
@@ -32,7 +32,7 @@ class MissedSerializer(serializers.ModelSerializer[Delivery]):
     event_id = serializers.SerializerMethodField()
     type = serializers.CharField(source="event.type")
     idempotency_key = serializers.CharField(source="event.key")
-    state = serializers.CharField(source="outcome")
+    state = serializers.SerializerMethodField()
     replay_expires_at = serializers.SerializerMethodField()
 
     class Meta:
@@ -47,6 +47,10 @@ class MissedSerializer(serializers.ModelSerializer[Delivery]):
             "finished_at",
             "replay_expires_at",
         ]
+
+    def get_state(self, delivery: Delivery) -> str:
+        """Its contract's word for how it ended."""
+        return delivery.outcome or delivery.state
 
     def get_event_id(self, delivery: Delivery) -> str:
         """The event's id, as the receiver knows it."""
@@ -66,12 +70,11 @@ class ReplaysView(KeyView):
         """Events that this receiver has not got and can still have, by event id and time, newest last."""
         query = read_query(request.query_params, [])
         assert self.key.endpoint
-        window = (
-            CONTRACTS[self.key.endpoint.contract].replay_window if self.key.endpoint.contract in CONTRACTS else None
-        )
-        rows = _missed(self.key.endpoint_id)
-        if window is not None:
-            rows = rows.filter(finished_at__gte=Now() - timedelta(seconds=window))
+        contract = CONTRACTS.get(self.key.endpoint.contract)
+        rows = _missed(self.key.endpoint)
+        if contract and contract.replay_window is not None:
+            begins = "event__accepted_at" if contract.replay_from_event else "finished_at"
+            rows = rows.filter(**{f"{begins}__gte": Now() - timedelta(seconds=contract.replay_window)})
         return Response(page_of(rows, query, show=lambda one: MissedSerializer(one).data, newest_first=False))
 
 
@@ -124,7 +127,8 @@ class ReplayedView(KeyView):
         latest = mine.select_related("event", "endpoint__tenant").order_by("-id").first()
         if latest is None:
             raise not_found(Event.prefix)
-        if latest.state in (Delivery.State.PENDING, Delivery.State.SENDING, Delivery.State.HELD):
+        under_way = (Delivery.State.PENDING, Delivery.State.SENDING, Delivery.State.HELD)
+        if latest.state in under_way and not is_kept(latest):
             raise Problem(409, "under_way", "This event is still on its way to you; wait until it has ended")
         if mine.filter(state=Delivery.State.DELIVERED).exists():
             raise Problem(404, "delivered", "This event has arrived; there is nothing of it to reconcile")
@@ -138,13 +142,15 @@ def _contract(delivery: Delivery) -> Contract:
     return contract
 
 
-def _missed(endpoint_id: uuid.UUID | None) -> Any:
-    """The last delivery of each event to an endpoint, of those that have ended without arriving."""
+def _missed(endpoint: Endpoint) -> Any:
+    """The last delivery of each event to an endpoint, of those that have ended without arriving or are kept."""
+    contract = CONTRACTS.get(endpoint.contract)
+    keeps = contract is not None and contract.when_inactive == "skip"
     same = Delivery.objects.filter(event=OuterRef("event"), endpoint=OuterRef("endpoint"))
     rows = Delivery.objects.filter(
         ~Exists(same.filter(Q(pk__gt=OuterRef("pk")) | Q(state=Delivery.State.DELIVERED))),
-        endpoint=endpoint_id,
-        state=Delivery.State.DEAD,
+        endpoint=endpoint,
+        state__in=[Delivery.State.DEAD, *([Delivery.State.HELD] if keeps else [])],
         event__payload_deleted_at=None,
     ).exclude(event__state=Event.State.CONTROL)
     return rows.select_related("event", "endpoint").defer("event__payload", "event__projection")

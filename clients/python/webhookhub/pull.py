@@ -116,7 +116,7 @@ class _Hub:
 
     def event_ids(self) -> Iterator[str]:
         """All of them, page after page. Raises PullError."""
-        cursor = None
+        cursor, seen = None, set()
         while True:
             query = urlencode({"limit": PAGE} if cursor is None else {"limit": PAGE, "cursor": cursor})
             status, body, _ = self.get(f"/v1/replay?{query}", LIST_BYTES)
@@ -125,13 +125,14 @@ class _Hub:
             try:
                 page = json.loads(body)
                 found, following = [str(event["event_id"]) for event in page["data"]], page.get("next_cursor")
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise PullError("/v1/replay: the answer is not a list of events") from error
             yield from found
             if following is None:
                 return
-            if following == cursor:
+            if not isinstance(following, str) or not following.isprintable() or following in seen:
                 raise PullError("/v1/replay: the list does not go on after its cursor")
+            seen.add(following)
             cursor = following
 
     def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:

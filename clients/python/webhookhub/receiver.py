@@ -180,7 +180,9 @@ class Receiver:
         else:
             # Without a length some servers' streams never end; those that end them say so.
             most = self.max_body + 1
-            length = most if environ.get("wsgi.input_terminated") else int(environ.get("CONTENT_LENGTH") or 0)
+            declared = environ.get("CONTENT_LENGTH") or "0"
+            declared = int(declared) if re.fullmatch("[0-9]{1,18}", declared) else 0
+            length = most if environ.get("wsgi.input_terminated") else declared
             body = environ["wsgi.input"].read(max(0, min(length, most)))
             headers = {name[5:].replace("_", "-"): value for name, value in environ.items() if name[:5] == "HTTP_"}
             headers["content-type"] = environ.get("CONTENT_TYPE", "")
