@@ -224,7 +224,7 @@ def test_an_api_key_is_shown_once_and_works_until_it_is_revoked(ops, tenant):
     assert authenticate(text) is None
     assert 'title="The key has been revoked."' in response.text
     response = ops.send(action_page(key, "revoke"), follow=True, confirmed="yes", reason="again")
-    assert messages_of(response) == ["The key had been revoked before."]
+    assert messages_of(response) == ["The key has been revoked."]
     [audit] = AuditEvent.objects.filter(action="api_key.revoke")
     assert (audit.reason, audit.object_id) == ("leaked", key.typeid)
 
@@ -344,7 +344,7 @@ def test_pausing_needs_a_reason_holds_what_waits_and_resuming_lets_it_go(ops, en
     delivery.refresh_from_db()
     assert (endpoint.status, endpoint.status_reason, delivery.state) == ("paused", "their night", "held")
     response = ops.send(action_page(endpoint, "pause"), follow=True, confirmed="yes", reason="again")
-    assert messages_of(response) == ["The endpoint was paused before."]
+    assert messages_of(response) == ["It is paused."]
 
     response = ops.send(action_page(endpoint, "resume"), follow=True, confirmed="yes", reason="")
     assert messages_of(response) == ["Active again. What was on hold for it is queued."]
@@ -590,7 +590,7 @@ def test_a_replay_job_is_made_steps_and_is_cancelled(ops, endpoint):
     assert step_replay_job(job.pk, 2) is None
     assert 'title="It has ended (cancelled)."' in response.text
     response = ops.send(action_page(job, "cancel"), follow=True, confirmed="yes", reason="")
-    assert messages_of(response) == ["The job had ended before."]
+    assert messages_of(response) == ["It has ended (cancelled)."]
 
 
 @pytest.mark.parametrize(
@@ -686,7 +686,7 @@ def test_no_secret_digest_or_sealed_value_is_on_any_page(root, api_key, endpoint
 
 def test_no_page_of_questions_or_secrets_has_anything_inline(ops, delivery, api_key):
     endpoint, key = delivery.endpoint, authenticate(api_key)
-    asked = [(delivery, "replay"), (endpoint, "pause"), (endpoint, "resume"), (endpoint, "rotate"), (key, "revoke")]
+    asked = [(delivery, "replay"), (endpoint, "pause"), (endpoint, "test"), (endpoint, "rotate"), (key, "revoke")]
     pages = [ops.send(action_page(obj, name)) for obj, name in asked]
     pages += [ops.send(action_page(endpoint, "rotate"), confirmed="yes", overlap=0), ops.get("/admin/password_change/")]
     for response in pages:

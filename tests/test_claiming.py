@@ -299,6 +299,8 @@ def test_two_claimers_at_once_share_the_rows_and_no_row_goes_to_both(endpoints, 
         try:
             claimer = make_claimer(page_rows=40)
             start.wait()
+            mine += claim(claimer, 100)
+            start.wait()  # or a quick one could take all before a slow one has begun
             empty = 0
             while empty < 5:
                 rows = claim(claimer, 100)
