@@ -229,7 +229,7 @@ def contract_keys() -> dict[str, str]:
 
 def keep_contracts(given: Sequence[contracts.Contract]) -> list[str]:
     """The keys of these contracts, whose definitions are kept for whoever meets a delivery under one of them."""
-    keys = [contracts.key_of(contract) for contract in given]
+    keys = [_key_of(contract) for contract in given]
     if missing := set(keys) - _stored:
         versions = [
             ContractVersion(key=key, definition=contracts.definition(one))
@@ -248,12 +248,24 @@ def contract_of(key: str) -> contracts.Contract | None:
     """
     name, _, fingerprint = key.partition("@")
     current = contracts.CONTRACTS.get(name)
-    if current and (not fingerprint or contracts.key_of(current) == key):
+    if current and (not fingerprint or _key_of(current) == key):
         return current
     try:
         return _earlier_contract(key)
     except (ContractVersion.DoesNotExist, msgspec.ValidationError):
         return None
+
+
+_keys: dict[str, tuple[contracts.Contract, str]] = {}
+
+
+def _key_of(contract: contracts.Contract) -> str:
+    """The contract's key, without comparing all of it with what was asked before: this is asked for every request."""
+    contract_then, key = _keys.get(contract.name, (None, ""))
+    if contract_then is not contract:
+        key = contracts.key_of(contract)
+        _keys[contract.name] = (contract, key)
+    return key
 
 
 @functools.lru_cache(maxsize=1_000)
