@@ -22,6 +22,7 @@ from webhookhub.ids import typeid
 logger = logging.getLogger(__name__)
 
 RULES_SECONDS = 0.25  # for all rules of one event: other tenants' events wait meanwhile
+NOT_TRIED = "It was not tried: the rules before it took too long."
 MAX_DEPTH = 500  # of data that is looked into: half of what Python's reader takes on any stack
 MAX_INTERACTION_CHARS = 256  # Betterstood: "Identifier ... values are at most 256 characters"
 _VERSION = re.compile(r"\.(v[0-9]+)\Z")
@@ -163,7 +164,7 @@ def try_rules(tenant_id: uuid.UUID, event_type: str, event: dict[str, Any]) -> I
     end = time.monotonic() + RULES_SECONDS
     for rule in rules_for(tenant_id, event_type):
         if time.monotonic() > end:
-            yield Trial(rule, False, "It was not tried: the rules before it took too long.")
+            yield Trial(rule, False, NOT_TRIED)
         else:
             yield Trial(rule, *compile_condition(rule.condition).explain(event))
 
@@ -174,6 +175,6 @@ def choose(tenant_id: uuid.UUID, event_type: str, event: dict[str, Any]) -> Rule
     for last in try_rules(tenant_id, event_type, event):
         if last.matches:
             return last.rule
-    if last and "not tried" in last.reason:
+    if last and last.reason == NOT_TRIED:
         logger.error("rule %s was not tried: the ones before it took too long", last.rule.typeid)
     return None
