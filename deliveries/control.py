@@ -35,7 +35,7 @@ class NotDone(Exception):
 def start_verification(*, endpoint: Endpoint, actor: Actor) -> Verification:
     """Sends a new challenge to an endpoint; one that is open is void from now on. Raises NotDone."""
     with transaction.atomic():
-        endpoint = Endpoint.objects.select_related("tenant").select_for_update(of=("self",)).get(pk=endpoint.pk)
+        endpoint = _locked(endpoint)
         contract = CONTRACTS.get(endpoint.contract)
         if contract is None or not contract.challenge:
             raise NotDone(f"Endpoints under the contract {endpoint.contract} are not verified; it is in use as it is")
@@ -67,7 +67,7 @@ def confirm_verification(*, endpoint: Endpoint, answer: str, actor: Actor) -> No
     """
     wrong = ""
     with transaction.atomic():
-        endpoint = Endpoint.objects.select_related("tenant").select_for_update(of=("self",)).get(pk=endpoint.pk)
+        endpoint = _locked(endpoint)
         verification = _open(endpoint).select_related("delivery").first()
         if endpoint.status != Endpoint.Status.UNVERIFIED or verification is None:
             raise NotDone("No challenge is open for this endpoint; send one")
@@ -81,6 +81,10 @@ def confirm_verification(*, endpoint: Endpoint, answer: str, actor: Actor) -> No
             _activate(endpoint, verification, actor)
     if wrong:
         raise NotDone(wrong)
+
+
+def _locked(endpoint: Endpoint) -> Endpoint:
+    return Endpoint.objects.select_related("tenant").select_for_update(of=("self",)).get(pk=endpoint.pk)
 
 
 def _open(endpoint: Endpoint) -> Any:
@@ -165,8 +169,7 @@ def _send(
     *, endpoint: Endpoint, contract: Contract, trigger: Delivery.Trigger, event_type: str, payload: bytes
 ) -> Delivery:
     event = Event(tenant_id=endpoint.tenant_id, type=event_type, payload=payload, state=Event.State.CONTROL)
-    kind = EventType.objects.filter(tenant=endpoint.tenant_id, name=event_type).first()
-    if contract.envelope and kind:
+    if contract.envelope and (kind := EventType.objects.filter(tenant=endpoint.tenant_id, name=event_type).first()):
         event.projection = within_limits(kind, event.pk, payload)
     event.save(force_insert=True)
     [key] = keep_contracts([contract])

@@ -5,7 +5,7 @@ import functools
 import uuid
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
@@ -33,6 +33,23 @@ class Message(NamedTuple):
     content_type: str
     payload: bytes
     projection: bytes | None
+
+    @classmethod
+    def of(cls, event: Any, *, event_id: uuid.UUID, delivery_id: uuid.UUID, attempt: int) -> Self:
+        """What is told in an attempt of a delivery; `event` is the event, or a claimed row with its columns."""
+        return cls(
+            event_id=event_id,
+            delivery_id=delivery_id,
+            tenant_id=event.tenant_id,
+            type=event.type,
+            accepted_at=event.accepted_at,
+            sequence=event.sequence,
+            key=event.key,
+            attempt=attempt,
+            content_type=event.content_type,
+            payload=bytes(event.payload),
+            projection=None if event.projection is None else bytes(event.projection),
+        )
 
 
 def compose(contract: Contract, message: Message, keys: Sequence[Key], timestamp: int) -> tuple[list[str], bytes]:

@@ -125,7 +125,7 @@ class Delivery(Record):
             models.Index(fields=["lease_until"], condition=models.Q(state="sending"), name="delivery_lease"),
             # An endpoint's deliveries, newest first, and all of one state for release and bulk replay.
             models.Index(fields=["endpoint", "state", "-id"], name="delivery_of_endpoint"),
-            # The deliveries of an event, and whether one has arrived (EventQuerySet.delivered).
+            # The deliveries of an event, and whether one has arrived (EventQuerySet.log).
             models.Index(fields=["event", "endpoint"], name="delivery_of_event"),
             # What a delivery was replayed by.
             models.Index(fields=["replay_of"], condition=models.Q(replay_of__isnull=False), name="delivery_replays"),

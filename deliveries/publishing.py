@@ -272,6 +272,6 @@ def _fan_out_late(event: Event, kind: EventType) -> None:
     Delivery.objects.bulk_create(
         Delivery(event=event, credits=costs * CONTRACTS[endpoint.contract].credits, **beginning(endpoint))
         for endpoint in endpoints.select_related("tenant")
-        if is_active(endpoint) or CONTRACTS[endpoint.contract].when_inactive != "skip"
+        if is_active(endpoint) or endpoint.when_inactive != "skip"
     )
     announce_on_commit()

@@ -181,7 +181,8 @@ class Pump:
             result.reason = blocked.reason
             self._refuse(trial, "blocked_address", str(blocked))
             return
-        headers, body = compose(contract, _message(row), keys, int(time.time()))
+        message = Message.of(row, event_id=row.event_id, delivery_id=row.id, attempt=result.number)
+        headers, body = compose(contract, message, keys, int(time.time()))
         result.request_headers = headers
         self._transport.send(
             Request(
@@ -258,22 +259,6 @@ class _Trial:
     result: Result
     contract: Contract
     first_attempt_at: datetime | None
-
-
-def _message(row: Claimed) -> Message:
-    return Message(
-        event_id=row.event_id,
-        delivery_id=row.id,
-        tenant_id=row.tenant_id,
-        type=row.type,
-        accepted_at=row.accepted_at,
-        sequence=row.sequence,
-        key=row.key,
-        attempt=row.attempts_made + 1,
-        content_type=row.content_type,
-        payload=row.payload,
-        projection=row.projection,
-    )
 
 
 @functools.lru_cache(maxsize=10_000)

@@ -19,7 +19,7 @@ else:
 
 # Each event once, with a delivery for every endpoint of its tenant that wants its type, or for the one that a rule has
 # chosen. What becomes of it where the endpoint is not active is for the contract to say. An event of a type about which
-# there is more to know (EventType.is_plain) comes back untouched, for publishing.publish_events to look at first.
+# there is more to know (EventType.is_plain) comes back untouched, for publishing.publish_known to look at first.
 STORE_EVENTS = """
 WITH input AS (
     SELECT * FROM unnest(
@@ -59,7 +59,7 @@ WITH input AS (
     JOIN endpoints_endpoint endpoint
       ON endpoint.tenant_id = input.tenant_id
      AND CASE WHEN input.destination IS NULL
-         THEN input.patterns IS NOT NULL AND endpoint.event_types && input.patterns::varchar[]
+         THEN endpoint.event_types && input.patterns::varchar[]  -- none with NULL
          ELSE endpoint.id = input.destination END
     LEFT JOIN unnest(
         %(contract_name)s::text[], %(contract_key)s::text[], %(contract_when_inactive)s::text[],
@@ -303,14 +303,13 @@ class EventQuerySet(models.QuerySet["Event"]):
         return {row[0]: row[1] for row in run(self.db, STORE_EVENTS, columns)}
 
     def log(self) -> Self:
-        """What tenants posted, without what the hub made itself."""
-        return self.exclude(state="control")
-
-    def delivered(self, arrived: bool) -> Self:
-        """Events of which at least one delivery has arrived, or none has."""
+        """What tenants posted, without what the hub made itself and without payloads; `delivered` says of each whether
+        one of its deliveries has arrived.
+        """
         deliveries: Any = self.model._meta.get_field("deliveries").related_model
-        arrivals = deliveries.objects.filter(event=models.OuterRef("pk"), state="delivered")
-        return self.filter(models.Exists(arrivals) if arrived else ~models.Exists(arrivals))
+        arrived = deliveries.objects.filter(event=models.OuterRef("pk"), state="delivered")
+        posted = self.exclude(state="control").defer("payload", "projection")
+        return posted.annotate(delivered=models.Exists(arrived))
 
 
 class DeliveryQuerySet(models.QuerySet["Delivery"]):

@@ -1,6 +1,5 @@
 """Sending again what has ended: one delivery, or many by a job, as far as contracts let it."""
 
-import logging
 import uuid
 from collections.abc import Iterable
 from datetime import datetime, timedelta
@@ -11,12 +10,10 @@ from django.utils.timezone import now
 
 from deliveries.models import Delivery, Event, ReplayJob
 from deliveries.services import announce_on_commit, beginning, is_active, is_kept
-from endpoints.contracts import CONTRACTS, STANDARD
+from endpoints.contracts import STANDARD, Contract
 from endpoints.models import Endpoint
 from endpoints.services import Actor, contract_of, record_audit
 from webhookhub.ids import uuid7
-
-logger = logging.getLogger(__name__)
 
 
 class NotReplayable(Exception):
@@ -80,24 +77,35 @@ def check_replayable(delivery: Delivery) -> None:
         raise NotReplayable(f"{delivery.typeid} is no tenant's event; make a new {delivery.trigger} instead")
     if delivery.event.payload_deleted_at:
         raise ReplayExpired(f"The payload of {delivery.event.typeid} has been deleted; post the event again")
-    expires = replay_expires_at(delivery)
-    if expires and expires < now():
+    if has_expired(delivery):
+        expires = replay_expires_at(delivery)
         raise ReplayExpired(f"{delivery.typeid} could be sent again until {expires:%Y-%m-%d %H:%M:%S} UTC, no longer")
     if delivery.endpoint.status == Endpoint.Status.DELETED:
         raise ReplayExpired("The endpoint has been deleted; nothing is sent to it any more")
-    contract = CONTRACTS.get(delivery.endpoint.contract)
-    if contract and contract.when_inactive == "skip" and not is_active(delivery.endpoint):
+    if delivery.endpoint.when_inactive == "skip" and not is_active(delivery.endpoint):
         raise NotReplayable(f"The endpoint is {delivery.endpoint.get_status_display().lower()}; make it active first")
 
 
 def replay_expires_at(delivery: Delivery) -> datetime | None:
     """Until when a delivery can be sent again; None without a limit, or while its end is not known."""
-    contract = contract_of(delivery.contract) or STANDARD
+    contract, begins = _window(delivery)
     ends = [delivery.event.payload_deleted_at]
-    begins = delivery.event.accepted_at if contract.replay_from_event else delivery.finished_at
     if contract.replay_window is not None and begins:
         ends.append(begins + timedelta(seconds=contract.replay_window))
     return min((end for end in ends if end), default=None)
+
+
+def has_expired(delivery: Delivery) -> bool:
+    """Whether `replay_expires_at` has passed, by the contract's own rule."""
+    contract, begins = _window(delivery)
+    is_over = begins is not None and not contract.may_replay((now() - begins).total_seconds())
+    return is_over or delivery.event.payload_deleted_at is not None
+
+
+def _window(delivery: Delivery) -> tuple[Contract, datetime | None]:
+    """A delivery's contract, and from when the window for replays counts."""
+    contract = contract_of(delivery.contract) or STANDARD
+    return contract, delivery.event.accepted_at if contract.replay_from_event else delivery.finished_at
 
 
 def is_outcome_unknown(delivery: Delivery) -> bool:
@@ -175,8 +183,8 @@ def step_replay_job(job_id: uuid.UUID, limit: int) -> int | None:
         job = ReplayJob.objects.select_related("endpoint__tenant").select_for_update(of=("self",)).get(pk=job_id)
         if job.state not in (ReplayJob.State.QUEUED, ReplayJob.State.RUNNING):
             return None
-        contract, is_deleted = CONTRACTS.get(job.endpoint.contract), job.endpoint.status == Endpoint.Status.DELETED
-        if contract and contract.when_inactive == "skip" and not (is_active(job.endpoint) or is_deleted):
+        is_deleted = job.endpoint.status == Endpoint.Status.DELETED
+        if job.endpoint.when_inactive == "skip" and not (is_active(job.endpoint) or is_deleted):
             return 0  # it goes on when the endpoint is active
         found = _matching(job)
         if job.position:

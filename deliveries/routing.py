@@ -119,10 +119,8 @@ def _projected(kind: EventType, event_id: uuid.UUID, payload: bytes) -> dict[str
         return {"state": Event.State.PROJECTION_GAP, "gap": str(gap)[:500], "schema_at": kind.schema_at}
 
 
-def within_limits(kind: EventType, event_id: uuid.UUID, payload: bytes) -> bytes | None:
-    """An event's data within the limits of its type, None where it is no object. Raises ProjectionGap."""
-    if not payload.lstrip().startswith(b"{"):
-        return None
+def within_limits(kind: EventType, event_id: uuid.UUID, payload: bytes) -> bytes:
+    """An event's data, an object, within the limits of its type. Raises ProjectionGap."""
     most = min(contract.max_body_bytes for contract in CONTRACTS.values() if contract.max_body_bytes)
     room = most - envelope_bytes(event_id, kind.tenant_id, kind.name)
     return project(payload, kind.schema, max_bytes=room).data
@@ -141,7 +139,7 @@ def view(event_id: uuid.UUID, event_type: str, data: Any) -> dict[str, Any]:
     }
 
 
-def rules_for(tenant_id: uuid.UUID, event_type: str) -> list[Rule]:
+def _rules_for(tenant_id: uuid.UUID, event_type: str) -> list[Rule]:
     """The rules that events of a type are tried against, in order."""
     rules = Rule.objects.filter(tenant=tenant_id, event_type=event_type, enabled=True)
     rules = rules.exclude(endpoint__status=Endpoint.Status.DELETED).select_related("endpoint")
@@ -162,7 +160,7 @@ def try_rules(tenant_id: uuid.UUID, event_type: str, event: dict[str, Any]) -> I
     Those that are not reached within RULES_SECONDS do not match.
     """
     end = time.monotonic() + RULES_SECONDS
-    for rule in rules_for(tenant_id, event_type):
+    for rule in _rules_for(tenant_id, event_type):
         if time.monotonic() > end:
             yield Trial(rule, False, NOT_TRIED)
         else:

@@ -1,6 +1,5 @@
 """What it means for deliveries that an endpoint or a tenant is on or off. Admin, API and jobs call these."""
 
-import logging
 import uuid
 from collections.abc import Iterable
 from typing import Any
@@ -13,8 +12,6 @@ from deliveries.wake import announce
 from endpoints.contracts import CONTRACTS, STANDARD, Contract, last_error
 from endpoints.models import Endpoint, Tenant
 from endpoints.services import Actor, contract_keys, contract_of, record_audit, set_status
-
-logger = logging.getLogger(__name__)
 
 
 def announce_on_commit() -> None:
@@ -96,11 +93,10 @@ def switch_webhooks(*, tenant: Tenant, enabled: bool, actor: Actor, reason: str 
             tenant=tenant,
             reason=reason,
         )
-        endpoints = Endpoint.objects.filter(tenant=tenant)
         if enabled:
             _release(Delivery.objects.filter(endpoint__tenant=tenant))
         else:
-            _park_waiting(endpoints.values_list("pk", flat=True), "webhooks_not_enabled")
+            _park_waiting(tenant.endpoints.values_list("pk", flat=True), "webhooks_not_enabled")
     return True
 
 
@@ -117,8 +113,7 @@ def resume_endpoints(endpoints: models.QuerySet[Endpoint], *, actor: Actor, reas
 
 def is_kept(delivery: Delivery) -> bool:
     """Whether it is on hold for good: its contract keeps it for a replay, and never sends it by itself."""
-    contract = CONTRACTS.get(delivery.endpoint.contract)
-    return delivery.state == Delivery.State.HELD and contract is not None and contract.when_inactive == "skip"
+    return delivery.state == Delivery.State.HELD and delivery.endpoint.when_inactive == "skip"
 
 
 def release_stranded() -> int:
@@ -158,11 +153,14 @@ def is_active(endpoint: Endpoint) -> bool:
 
 def beginning(endpoint: Endpoint) -> dict[str, Any]:
     """How a delivery to an endpoint begins today, as the fan-out begins one (querysets.STORE_EVENTS)."""
-    contract = CONTRACTS.get(endpoint.contract)
-    beginning = {"endpoint": endpoint, "contract": contract_keys().get(endpoint.contract, endpoint.contract)}
+    start = {"endpoint": endpoint, "contract": contract_keys().get(endpoint.contract, endpoint.contract)}
     if is_active(endpoint):
-        return beginning | {"state": Delivery.State.PENDING}
-    if contract is None or contract.when_inactive != "dead":
-        return beginning | {"state": Delivery.State.HELD}
+        return start | {"state": Delivery.State.PENDING}
+    if endpoint.when_inactive != "dead":
+        return start | {"state": Delivery.State.HELD}
     error = "endpoint_inactive" if endpoint.tenant.webhooks_enabled else "webhooks_not_enabled"
-    return beginning | {"state": Delivery.State.DEAD, "finished_at": Now(), **unsent(contract, error)}
+    return start | {
+        "state": Delivery.State.DEAD,
+        "finished_at": Now(),
+        **unsent(CONTRACTS[endpoint.contract], error),
+    }

@@ -10,7 +10,7 @@ Mode = Literal["subscribed", "conditional_destination"]
 class Kind:
     """One event type. `sequence` is what a lifecycle event has as `lifecycleSequence`; None for what has none.
 
-    `schema` is the JSON Schema of its data, with the classes of fields that its limits go by (deliveries.projection);
+    `schema` is the JSON Schema of its data, with the classes of fields that its limits go by (endpoints.projection);
     `fixture` is synthetic data for tests, which names nobody.
     """
 

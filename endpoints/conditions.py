@@ -64,15 +64,10 @@ class Condition:
     text: str
     _expression: Any = field(repr=False, compare=False)
 
-    def matches(self, event: Mapping[str, object]) -> bool:
-        """Whether the condition is true for an event with `id`, `type`, `time` and `data` (see `read_data`). A missing
-        member, values of the wrong type and every other error mean False.
-        """
-        return self.explain(event)[0]
-
     def explain(self, event: Mapping[str, object]) -> tuple[bool, str]:
-        """As `matches`, with the reason in words, for dry runs. The words are at most one short
-        sentence and never show a whole event.
+        """Whether the condition is true for an event with `id`, `type`, `time` and `data` (see `read_data`), and the
+        reason in one short sentence that never shows a whole event. A missing member, values of the wrong type and
+        every other error mean False.
         """
         try:
             result = self._expression.eval(data={f"event.{name}": event[name] for name in _VARIABLES if name in event})

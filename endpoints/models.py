@@ -11,7 +11,7 @@ from django.db.models.functions import Now
 
 from endpoints.catalogues import subscriptions
 from endpoints.conditions import ConditionError, compile_condition
-from endpoints.contracts import CONTRACTS, Contract
+from endpoints.contracts import CONTRACTS, Contract, WhenInactive
 from endpoints.projection import check_schema
 from endpoints.querysets import ApiKeyQuerySet, EndpointSecretQuerySet
 from webhookhub.ids import typeid, uuid7
@@ -209,7 +209,7 @@ class Endpoint(Record):
 
     class Meta:
         indexes = [
-            # The fan-out: endpoints of a tenant (deliveries.querysets.EVENTS).
+            # The fan-out: endpoints of a tenant (deliveries.querysets.STORE_EVENTS).
             models.Index(fields=["tenant", "status"], name="endpoint_fan_out"),
         ]
         constraints = [
@@ -225,6 +225,18 @@ class Endpoint(Record):
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def when_inactive(self) -> WhenInactive:
+        """What becomes of deliveries while it is not active. Under a contract that nobody knows they wait."""
+        contract = CONTRACTS.get(self.contract)
+        return contract.when_inactive if contract else "hold"
+
+    @property
+    def needs_challenge(self) -> bool:
+        """Whether its contract sends nothing before a challenge has been confirmed."""
+        contract = CONTRACTS.get(self.contract)
+        return contract is not None and contract.challenge
 
     def clean(self) -> None:
         """Checks the URL by the address rule, as far as that goes without looking the name up, and by the contract."""
@@ -289,7 +301,7 @@ class Rule(Record):
 
     class Meta:
         indexes = [
-            # The rules that an event is tried against (routing.rules_for).
+            # The rules that an event is tried against (routing.try_rules).
             models.Index(fields=["tenant", "event_type", "position", "id"], name="rule_order"),
         ]
 

@@ -1,5 +1,6 @@
 """What tests share: tenants and endpoints, a receiver on loopback, a pump that runs until the queue is quiet."""
 
+import dataclasses
 import socket
 from collections.abc import Callable
 
@@ -9,8 +10,10 @@ import pytest
 from deliveries.models import Delivery
 from deliveries.pump import Pump
 from endpoints import services
+from endpoints.contracts import CONTRACTS
 from endpoints.models import ApiKey, Endpoint, Tenant
 from endpoints.services import SYSTEM, create_api_key, create_endpoint
+from tests.clock import Clock
 from tests.receiver import Receiver
 
 # How long an example takes says nothing on a machine that is shared.
@@ -80,6 +83,28 @@ def make_endpoint(tenant: Tenant, receiver: Receiver) -> Callable[..., Endpoint]
 def endpoint(make_endpoint: Callable[..., Endpoint]) -> Endpoint:
     """An endpoint of the tenant at the receiver, for all types."""
     return make_endpoint()
+
+
+@pytest.fixture
+def clock(db, monkeypatch):
+    """A clock that the test sets, for the hub and for its database."""
+    one = Clock(monkeypatch)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def endpoint_under(make_endpoint: Callable[..., Endpoint], monkeypatch) -> Callable[..., Endpoint]:
+    """Makes an active endpoint under a contract; betterstood's may have a URL on loopback here."""
+
+    def make(name: str, **fields: object) -> Endpoint:
+        loopback = dataclasses.replace(CONTRACTS["betterstood"], https_443=False)
+        monkeypatch.setitem(CONTRACTS, "betterstood", loopback)
+        endpoint = make_endpoint(contract=name, **fields)
+        Endpoint.objects.filter(pk=endpoint.pk).update(status="active")
+        return endpoint
+
+    return make
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from django.db import connection
+
 
 @dataclass
 class Received:
@@ -104,3 +106,16 @@ class Receiver:
             elif self._stopped.wait(piece):
                 return False
         return True
+
+
+def in_receiver(action: Callable[[], object], reply: bytes) -> Callable[[Received], bytes]:
+    """An answer before which the receiver's thread does something to the database, on a connection of its own."""
+
+    def respond(_: Received) -> bytes:
+        try:
+            action()
+        finally:
+            connection.close()
+        return reply
+
+    return respond

@@ -31,8 +31,7 @@ from endpoints.contracts import BETTERSTOOD, BRIEF, CONTRACTS, DAY, KINGMINOS, S
 from endpoints.models import AuditEvent, Endpoint, EndpointSecret, Tenant
 from endpoints.services import SYSTEM, create_endpoint, rotate_secret, update_endpoint
 from endpoints.signing import SCHEMES, parse_secret
-from tests.clock import Clock
-from tests.receiver import Received, Receiver, answer
+from tests.receiver import Received, Receiver, answer, in_receiver
 from webhookhub import signatures
 from webhookhub.receiver import VerificationError, verify
 
@@ -47,13 +46,6 @@ FOUR = [STANDARD, BRIEF, BETTERSTOOD, KINGMINOS]
 
 
 @pytest.fixture
-def clock(db, monkeypatch):
-    one = Clock(monkeypatch)
-    yield one
-    one.close()
-
-
-@pytest.fixture
 def contract(monkeypatch) -> Callable[..., None]:
     """Changes a contract for a test."""
 
@@ -61,19 +53,6 @@ def contract(monkeypatch) -> Callable[..., None]:
         monkeypatch.setitem(CONTRACTS, name, dataclasses.replace(CONTRACTS[name], **fields))
 
     return change
-
-
-@pytest.fixture
-def endpoint_under(make_endpoint, contract):
-    """Makes an active endpoint under a contract; betterstood's may have a URL on loopback here."""
-
-    def make(name: str, **fields: object) -> Endpoint:
-        contract("betterstood", https_443=False)
-        endpoint = make_endpoint(contract=name, **fields)
-        Endpoint.objects.filter(pk=endpoint.pk).update(status="active")
-        return endpoint
-
-    return make
 
 
 @pytest.fixture
@@ -123,19 +102,6 @@ def wait_after(attempt: Attempt) -> float:
 def first_wait(delivery: Delivery) -> float:
     """Seconds until the second attempt by the schedule of `standard`."""
     return STANDARD.steps[0].at(draw(delivery.typeid, 1)) / 1000
-
-
-def in_receiver(action: Callable[[], object], reply: bytes) -> Callable[[Received], bytes]:
-    """An answer before which the receiver's thread does something to the database, on a connection of its own."""
-
-    def respond(_: Received) -> bytes:
-        try:
-            action()
-        finally:
-            connection.close()
-        return reply
-
-    return respond
 
 
 def in_threads(*actions: Callable[[], object]) -> None:

@@ -10,7 +10,7 @@ from deliveries.replays import replay_delivery
 from deliveries.services import pause_endpoints, switch_webhooks
 from endpoints.models import AuditEvent, Endpoint, EndpointSecret
 from endpoints.services import SYSTEM
-from tests.receiver import answer
+from tests.receiver import answer, in_receiver
 from tests.test_api import Api
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -117,8 +117,6 @@ def test_switching_webhooks_off_ends_what_waits_and_what_comes_and_keeps_the_log
 
 
 def test_a_delivery_claimed_when_the_webhooks_go_off_is_not_tried_again(tenant, endpoint, receiver, pump, monkeypatch):
-    from tests.test_pump import in_receiver
-
     receiver.respond = in_receiver(lambda: switch_webhooks(tenant=tenant, enabled=False, actor=SYSTEM), answer(500))
     publish(tenant)
     pump()

@@ -29,7 +29,7 @@ from deliveries.services import pause_endpoints, resume_endpoints
 from endpoints import contracts
 from endpoints.models import AuditEvent, Endpoint, EndpointSecret
 from endpoints.services import SYSTEM, rotate_secret
-from tests.receiver import Received, Receiver, answer
+from tests.receiver import Received, Receiver, answer, in_receiver
 from webhookhub import embedded
 from webhookhub.ids import typeid
 
@@ -60,19 +60,6 @@ def waits(attempt: Attempt) -> float:
     attempt.delivery.refresh_from_db()
     end = attempt.started_at + timedelta(microseconds=attempt.total_us or 0)
     return (attempt.delivery.due_at - end).total_seconds()
-
-
-def in_receiver(action: Callable[[], object], reply: bytes) -> Callable[[Received], bytes]:
-    """An answer before which the receiver's thread does something to the database, on a connection of its own."""
-
-    def respond(_: Received) -> bytes:
-        try:
-            action()
-        finally:
-            connection.close()
-        return reply
-
-    return respond
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The whole life of a delivery under each contract: pump, database and a real receiver, by a clock that is set."""
 
-import dataclasses
 import json
 from datetime import timedelta
 
@@ -8,9 +7,7 @@ import pytest
 
 from deliveries.models import Attempt, Delivery
 from deliveries.publishing import NewEvent, publish_events
-from endpoints.contracts import BETTERSTOOD, BRIEF, CONTRACTS, KINGMINOS, STANDARD, draw
-from endpoints.models import Endpoint
-from tests.clock import Clock
+from endpoints.contracts import BETTERSTOOD, BRIEF, KINGMINOS, STANDARD, draw
 from tests.receiver import answer
 from webhookhub.receiver import verify
 
@@ -19,26 +16,6 @@ pytestmark = pytest.mark.django_db(transaction=True)
 SECOND = timedelta(seconds=1)
 LIFECYCLE = "com.elicitra.interaction.ended.v1"
 DATA = b'{"interactionId": "int_1", "lifecycleSequence": 1, "price": 1.10}'
-
-
-@pytest.fixture
-def clock(db, monkeypatch):
-    one = Clock(monkeypatch)
-    yield one
-    one.close()
-
-
-@pytest.fixture
-def endpoint_under(make_endpoint, monkeypatch):
-    """Makes an active endpoint under a contract; betterstood's may have a URL on loopback here."""
-
-    def make(name: str) -> Endpoint:
-        monkeypatch.setitem(CONTRACTS, "betterstood", dataclasses.replace(BETTERSTOOD, https_443=False))
-        endpoint = make_endpoint(contract=name)
-        Endpoint.objects.filter(pk=endpoint.pk).update(status="active")
-        return endpoint
-
-    return make
 
 
 def publish(tenant, contract="standard") -> Delivery:

@@ -17,7 +17,6 @@ from deliveries.routing import MAX_DEPTH, view
 from deliveries.services import delete_endpoint, pause_endpoints, resume_endpoints, switch_webhooks
 from endpoints import admin as endpoints_admin
 from endpoints.conditions import compile_condition, read_data
-from endpoints.contracts import CONTRACTS
 from endpoints.models import Endpoint, Rule, Tenant
 from endpoints.services import Actor
 from webhookhub.admin import ObjectAction, ReadOnlyAdmin, ReasonForm, Refused, RequiredReasonForm
@@ -29,7 +28,7 @@ def pause(request: HttpRequest, endpoint: Endpoint, answers: dict[str, Any]) -> 
     this = Endpoint.objects.filter(pk=endpoint.pk)
     if not pause_endpoints(this, actor=Actor.of_request(request), reason=answers["reason"]):
         raise Refused("The endpoint was paused before.")
-    return f"Paused. {_INACTIVE[_when_inactive(endpoint)]}"
+    return f"Paused. {_INACTIVE[endpoint.when_inactive]}"
 
 
 # What a contract does with deliveries to an endpoint that is not active, for those who pause one.
@@ -38,11 +37,6 @@ _INACTIVE = {
     "dead": "What waits for it is dead, and so is what comes: its contract keeps nothing. It can be replayed later.",
     "skip": "What waits for it is kept for a replay; of what comes, its contract makes no deliveries.",
 }
-
-
-def _when_inactive(endpoint: Endpoint) -> str:
-    contract = CONTRACTS.get(endpoint.contract)
-    return contract.when_inactive if contract else "hold"
 
 
 def resume(request: HttpRequest, endpoint: Endpoint, answers: dict[str, Any]) -> str:
@@ -56,8 +50,7 @@ def resume(request: HttpRequest, endpoint: Endpoint, answers: dict[str, Any]) ->
 def _why_not_stopped(endpoint: Endpoint, status: Endpoint.Status) -> str:
     if endpoint.status in (status, Endpoint.Status.DELETED):
         return f"It is {endpoint.get_status_display().lower()}."
-    contract = CONTRACTS.get(endpoint.contract)
-    waits = endpoint.status == Endpoint.Status.UNVERIFIED and contract is not None and contract.challenge
+    waits = endpoint.status == Endpoint.Status.UNVERIFIED and endpoint.needs_challenge
     return "It is not verified yet." if waits else ""
 
 
@@ -101,8 +94,7 @@ def confirm(request: HttpRequest, endpoint: Endpoint, answers: dict[str, Any]) -
 
 def why_not_verify(endpoint: Endpoint) -> str:
     """Most contracts ask for no verification."""
-    contract = CONTRACTS.get(endpoint.contract)
-    if contract is None or not contract.challenge:
+    if not endpoint.needs_challenge:
         return "Its contract asks for no verification."
     return "" if endpoint.status == Endpoint.Status.UNVERIFIED else f"It is {endpoint.get_status_display().lower()}."
 
@@ -138,7 +130,7 @@ class EndpointAdmin(endpoints_admin.EndpointAdmin):
             "pause",
             "Pause…",
             "endpoints.pause_endpoint",
-            lambda endpoint: f"Pause “{endpoint}”? {_INACTIVE[_when_inactive(endpoint)]}",
+            lambda endpoint: f"Pause “{endpoint}”? {_INACTIVE[endpoint.when_inactive]}",
             pause,
             RequiredReasonForm,
             lambda endpoint: _why_not_stopped(endpoint, Endpoint.Status.PAUSED),

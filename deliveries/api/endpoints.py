@@ -105,8 +105,7 @@ class EndpointView(KeyView):
         endpoint = self._find(endpoint_id)
         fields = read_body(request, ChangedEndpoint, partial=True)
         is_active = fields.pop("is_active", None)
-        contract = CONTRACTS.get(endpoint.contract)
-        if is_active and endpoint.status == Endpoint.Status.UNVERIFIED and contract and contract.challenge:
+        if is_active and endpoint.status == Endpoint.Status.UNVERIFIED and endpoint.needs_challenge:
             detail = f"Verify it first: POST /v1/endpoints/{endpoint.typeid}/verification"
             raise Problem(409, "not_verified", detail, "/is_active")
         for name, value in fields.items():
@@ -208,5 +207,5 @@ class TestView(KeyView):
 
 
 def endpoints_of(view: KeyView) -> Any:
-    """A tenant's endpoints."""
+    """The endpoints of whose key it is, without those that were deleted."""
     return Endpoint.objects.filter(tenant=view.tenant_id).exclude(status=Endpoint.Status.DELETED)

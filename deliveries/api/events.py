@@ -3,7 +3,6 @@
 from typing import Any
 
 from django.conf import settings
-from django.db.models import Exists, OuterRef
 from django.http import HttpResponse
 from rest_framework import serializers
 from rest_framework.request import Request
@@ -13,8 +12,9 @@ from rest_framework.views import APIView
 from deliveries.api.access import KeyView, find
 from deliveries.api.deliveries import DeliverySerializer
 from deliveries.intake import answer, check_head, key_of, read_event, too_large
-from deliveries.models import Delivery, Event
+from deliveries.models import Event
 from deliveries.publishing import publish_events
+from endpoints.contracts import CONTRACTS
 from webhookhub.api import IdField, Problem, page_of, read_query
 
 
@@ -40,13 +40,13 @@ class EventsView(APIView):
         """
         tenant_id = key_of(request.headers.get("authorization")).tenant_id
         query = read_query(request.query_params, ["type", "delivered"])
-        events = log_of(tenant_id)
+        events: Any = Event.objects.log().filter(tenant=tenant_id)
         if "type" in query:
             events = events.filter(type=query["type"])
         if "delivered" in query:
             if query["delivered"] not in ("true", "false"):
                 raise Problem(400, "parameter_invalid", "delivered must be true or false")
-            events = events.delivered(query["delivered"] == "true")
+            events = events.filter(delivered=query["delivered"] == "true")
         return Response(page_of(events, query, show=lambda event: EventSerializer(event).data))
 
     def post(self, request: Request) -> HttpResponse:
@@ -66,20 +66,15 @@ class EventView(KeyView):
 
     def get(self, request: Request, event_id: str) -> Response:
         """An event with its deliveries."""
-        event = find(log_of(self.tenant_id), Event.prefix, plain_event_id(event_id))
+        event = find(Event.objects.log().filter(tenant=self.tenant_id), Event.prefix, plain_event_id(event_id))
         deliveries = event.deliveries.select_related("endpoint").order_by("-id")[:250]
         for delivery in deliveries:
             delivery.event = event
         return Response({**EventSerializer(event).data, "deliveries": DeliverySerializer(deliveries, many=True).data})
 
 
-def log_of(tenant_id: Any) -> Any:
-    """A tenant's events, without their payloads, and whether each has arrived anywhere."""
-    arrived = Delivery.objects.filter(event=OuterRef("pk"), state=Delivery.State.DELIVERED)
-    events = Event.objects.log().filter(tenant=tenant_id).defer("payload", "projection")
-    return events.annotate(delivered=Exists(arrived))
-
-
 def plain_event_id(text: str) -> str:
-    """An event's id as this API has it; a contract may show it with a prefix of its own (`kmevt_`)."""
-    return f"evt_{text[6:]}" if text.startswith("kmevt_") else text
+    """An event's id as this API has it; a contract may show it with a prefix of its own."""
+    prefix, _, suffix = text.rpartition("_")
+    own = {contract.event_prefix for contract in CONTRACTS.values()}
+    return f"{Event.prefix}_{suffix}" if prefix in own else text

@@ -7,7 +7,6 @@ from typing import Any
 from django.db.models import Exists, OuterRef, Q
 from django.db.models.functions import Now
 from django.http import HttpResponse
-from django.utils.timezone import now
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -17,7 +16,7 @@ from deliveries.api.deliveries import DeliverySerializer, replay
 from deliveries.api.events import plain_event_id
 from deliveries.messages import Message, compose
 from deliveries.models import Delivery, Event
-from deliveries.replays import replay_expires_at
+from deliveries.replays import has_expired, replay_expires_at
 from deliveries.services import is_kept
 from endpoints.contracts import CONTRACTS, Contract
 from endpoints.models import Endpoint, EndpointSecret
@@ -26,14 +25,13 @@ from webhookhub.api import IdField, Problem, page_of, read_query
 from webhookhub.ids import parse_typeid
 
 
-class MissedSerializer(serializers.ModelSerializer[Delivery]):
+class MissedSerializer(DeliverySerializer):
     """An event that did not arrive."""
 
     event_id = serializers.SerializerMethodField()
     type = serializers.CharField(source="event.type")
     idempotency_key = serializers.CharField(source="event.key")
     state = serializers.SerializerMethodField()
-    replay_expires_at = serializers.SerializerMethodField()
 
     class Meta:
         model = Delivery
@@ -55,10 +53,6 @@ class MissedSerializer(serializers.ModelSerializer[Delivery]):
     def get_event_id(self, delivery: Delivery) -> str:
         """The event's id, as the receiver knows it."""
         return IdField(_contract(delivery).event_prefix).to_representation(delivery.event_id)
-
-    def get_replay_expires_at(self, delivery: Delivery) -> Any:
-        """Until when it can be had here."""
-        return replay_expires_at(delivery)
 
 
 class ReplaysView(KeyView):
@@ -86,8 +80,8 @@ class ReplayedView(KeyView):
     def get(self, request: Request, event_id: str) -> HttpResponse:
         """The event as it would be delivered now: its body to the byte, and its headers, freshly signed."""
         delivery = self._find(event_id)
-        expires = replay_expires_at(delivery)
-        if expires and expires < now():
+        if has_expired(delivery):
+            expires = replay_expires_at(delivery)
             detail = f"This event could be had until {expires:%Y-%m-%d %H:%M:%S} UTC, no longer"
             raise Problem(410, "replay_expired", detail)
         contract, event = _contract(delivery), delivery.event
@@ -96,19 +90,7 @@ class ReplayedView(KeyView):
         if not keys:
             detail = "The endpoint has no signing secret that can be read, and nothing is handed over unsigned"
             raise Problem(503, "webhook_secret_unavailable", detail)
-        message = Message(
-            event_id=event.pk,
-            delivery_id=delivery.pk,
-            tenant_id=event.tenant_id,
-            type=event.type,
-            accepted_at=event.accepted_at,
-            sequence=event.sequence,
-            key=event.key,
-            attempt=delivery.attempts_made + 1,
-            content_type=event.content_type,
-            payload=bytes(event.payload),
-            projection=None if event.projection is None else bytes(event.projection),
-        )
+        message = Message.of(event, event_id=event.pk, delivery_id=delivery.pk, attempt=delivery.attempts_made + 1)
         headers, body = compose(contract, message, keys, int(time.time()))
         return HttpResponse(body, headers=dict(line.split(": ", 1) for line in headers))
 
@@ -144,13 +126,11 @@ def _contract(delivery: Delivery) -> Contract:
 
 def _missed(endpoint: Endpoint) -> Any:
     """The last delivery of each event to an endpoint, of those that have ended without arriving or are kept."""
-    contract = CONTRACTS.get(endpoint.contract)
-    keeps = contract is not None and contract.when_inactive == "skip"
     same = Delivery.objects.filter(event=OuterRef("event"), endpoint=OuterRef("endpoint"))
     rows = Delivery.objects.filter(
         ~Exists(same.filter(Q(pk__gt=OuterRef("pk")) | Q(state=Delivery.State.DELIVERED))),
         endpoint=endpoint,
-        state__in=[Delivery.State.DEAD, *([Delivery.State.HELD] if keeps else [])],
+        state__in=[Delivery.State.DEAD, *([Delivery.State.HELD] if endpoint.when_inactive == "skip" else [])],
         event__payload_deleted_at=None,
     ).exclude(event__state=Event.State.CONTROL)
     return rows.select_related("event", "endpoint").defer("event__payload", "event__projection")

@@ -8,6 +8,7 @@ from rest_framework.response import Response
 
 from deliveries import payloads
 from deliveries.api.access import KeyView, check, find, read_body
+from deliveries.api.endpoints import endpoints_of
 from deliveries.models import Credit, Delivery, Event
 from deliveries.routing import try_rules, view
 from endpoints.conditions import read_data
@@ -36,10 +37,8 @@ class _RulesOfTenant(KeyView):
         return Rule.objects.filter(tenant=self.tenant_id)
 
     def _save(self, rule: Rule, fields: dict[str, Any], verb: str) -> None:
-        if "endpoint_id" in fields:  # of this tenant, or there is none
-            mine = Endpoint.objects.filter(tenant=self.tenant_id, pk=fields["endpoint_id"])
-            if not mine.exclude(status=Endpoint.Status.DELETED).exists():
-                raise serializers.ValidationError({"endpoint": "There is no endpoint of yours with this id."})
+        if "endpoint_id" in fields and not endpoints_of(self).filter(pk=fields["endpoint_id"]).exists():
+            raise serializers.ValidationError({"endpoint": "There is no endpoint of yours with this id."})
         for name, value in fields.items():
             setattr(rule, name, value)
         check(rule)
