@@ -24,6 +24,7 @@ class Api(Client):
         options = {} if body is None else {"data": json.dumps(body), "content_type": "application/json"}
         response = self.generic(method, f"/v1/{path}", **options)
         assert response.status_code == status, response.content
+        assert status != 204 or response.content == b"", "the next answer on the connection would begin with it"
         if status >= 400:
             assert response.headers["Content-Type"] == "application/problem+json"
         return response.json() if response.content else None

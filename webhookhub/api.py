@@ -194,8 +194,8 @@ class JSONRenderer(renderers.JSONRenderer):
     """DRF's JSON, for responses that are not an Answer."""
 
     def render(self, data: Any, *args: Any, **kwargs: Any) -> bytes:
-        """Compact JSON in UTF-8."""
-        return msgspec.json.encode(data)
+        """Compact JSON in UTF-8; nothing where there is no data, since a 204 has no body."""
+        return b"" if data is None else msgspec.json.encode(data)
 
 
 _SF_STRING = re.compile(r'"((?:[\x20-\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')  # RFC 8941 section 3.3.3
