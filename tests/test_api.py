@@ -10,6 +10,7 @@ from deliveries.publishing import NewEvent, publish_events
 from endpoints.models import ApiKey, AuditEvent, Endpoint, Tenant
 from endpoints.services import SYSTEM, create_api_key, create_endpoint
 from tests.receiver import answer
+from webhookhub.api import JSONRenderer
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -24,7 +25,6 @@ class Api(Client):
         options = {} if body is None else {"data": json.dumps(body), "content_type": "application/json"}
         response = self.generic(method, f"/v1/{path}", **options)
         assert response.status_code == status, response.content
-        assert status != 204 or response.content == b"", "the next answer on the connection would begin with it"
         if status >= 400:
             assert response.headers["Content-Type"] == "application/problem+json"
         return response.json() if response.content else None
@@ -282,3 +282,9 @@ def test_a_tenant_is_told_what_failed_in_the_contract_s_words_and_not_where(api,
     ]
     assert "secret-banner" not in json.dumps(shown)
     assert "resolves" not in json.dumps(shown)
+
+
+def test_an_answer_without_data_has_no_body_which_the_next_one_would_begin_with():
+    # Not through Django's test client: it takes the body of a 204 away by itself, and a server does not.
+    assert JSONRenderer().render(None) == b""
+    assert JSONRenderer().render({"a": None}) == b'{"a":null}'
