@@ -210,7 +210,7 @@ def test_lagging_endpoints_take_turns(endpoints, add):
 
 
 def test_backlogs_that_could_fill_all_room_do_not_starve_another_endpoint(endpoints, add, monkeypatch):
-    """Six endpoints have more due than there is room for; then a seventh has one delivery."""
+    """Six endpoints are known to have more due than there is room for; then a seventh has one delivery."""
     # No sweep of every second, which a slow machine would meet in other steps than a quick one.
     monkeypatch.setattr(claiming, "SWEEPS", ((0.0, timedelta(milliseconds=100)),))
     for endpoint in endpoints[:6]:
@@ -228,10 +228,12 @@ def test_backlogs_that_could_fill_all_room_do_not_starve_another_endpoint(endpoi
         done, in_flight = in_flight[:5], in_flight[5:]
         finish(done)
         busy.subtract(row.endpoint_id for row in done)
-        if step == 10:
-            late = add(endpoints[6], 1, ago=0)
+        # How soon they are known depends on the order in which claimed rows come back, which is the database's choice.
+        if not late and len(claimer.lagging) == 6:
+            late, added = add(endpoints[6], 1, ago=0), step
 
-    assert step <= 13, "the endpoint with one delivery waits for the others' backlogs"
+    assert late
+    assert step <= added + 3, "the endpoint with one delivery waits for the others' backlogs"
 
 
 def test_endpoints_with_little_do_not_starve_one_with_a_backlog(endpoints, add):
