@@ -21,7 +21,7 @@ from django.db import DatabaseError, InterfaceError, OperationalError, close_old
 from deliveries import payloads
 from deliveries.models import Event
 from deliveries.publishing import KeyReused, NewEvent, Published, Publishing, Refused, publish_known, publish_plain
-from deliveries.routing import Rejected
+from deliveries.routing import MAX_BYTES, Rejected
 from endpoints.models import EVENT_TYPE, ApiKey
 from endpoints.services import authenticate
 from webhookhub.api import Answer, Problem, parse_idempotency_key
@@ -102,10 +102,11 @@ def read_event(tenant_id: uuid.UUID, headers: Mapping[str, str], body: bytes) ->
         data = members.get("data")
         if data is None:
             raise Problem(400, "data_missing", "Give the payload, an object or an array, as data", "/data")
-        payloads.check_slice(data)
+        payloads.check_kind(data)
+        if len(data) > MAX_BYTES:
+            payloads.check_size(data)
     except payloads.PayloadError as error:
-        status = 413 if error.code == "payload_too_large" else 400
-        raise Problem(status, error.code, error.detail, error.pointer) from error
+        raise Problem(error.status, error.code, error.detail, error.pointer) from error
     return NewEvent(tenant_id, event_type, data, caller_key=key, metadata=_read_metadata(members.get("metadata")))
 
 

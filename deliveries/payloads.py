@@ -39,26 +39,26 @@ class PayloadError(ValueError):
         self.detail = detail
         self.pointer = pointer
 
+    @property
+    def status(self) -> int:
+        """The HTTP status of the refusal."""
+        return 413 if self.code == "payload_too_large" else 400
+
 
 def check(payload: bytes, *, max_bytes: int = MAX_PAYLOAD_BYTES, max_depth: int = MAX_DEPTH) -> None:
     """Raise `PayloadError` unless these bytes can be a payload: small enough, sound, and an object or an array."""
-    _check_size(payload, max_bytes)
+    check_size(payload, max_bytes)
     if not _is_plain(payload, max_depth):
         _read(payload, max_depth)
-    _check_kind(payload)
-
-
-def check_slice(payload: bytes, *, max_bytes: int = MAX_PAYLOAD_BYTES) -> None:
-    """What is left of `check` for a value from `slice_members`, whose text is known to be sound: its size and kind."""
-    _check_size(payload, max_bytes)
-    _check_kind(payload)
+    check_kind(payload)
 
 
 def slice_members(body: bytes, *, max_depth: int = MAX_DEPTH + 1) -> dict[str, bytes]:
     """Return the members of a JSON object: name to the exact bytes of the value, without the whitespace around it.
 
-    The whole body is validated by the rules of `check`, its size apart. The default depth leaves a member room for a
-    payload of `MAX_DEPTH`. Raises `PayloadError`, with `body_not_object` for JSON of another kind.
+    The whole body is validated by the rules of `check`, its size apart; of a member that is to be a payload,
+    `check_size` and `check_kind` remain to be asked. The default depth leaves a member room for a payload of
+    `MAX_DEPTH`. Raises `PayloadError`, with `body_not_object` for JSON of another kind.
     """
     if _is_plain(body, max_depth):
         try:
@@ -73,7 +73,8 @@ def slice_members(body: bytes, *, max_depth: int = MAX_DEPTH + 1) -> dict[str, b
     return members
 
 
-def _check_size(payload: bytes, max_bytes: int) -> None:
+def check_size(payload: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> None:
+    """Raise `PayloadError` for what is too large."""
     if len(payload) > max_bytes:
         raise PayloadError(
             "payload_too_large",
@@ -82,7 +83,8 @@ def _check_size(payload: bytes, max_bytes: int) -> None:
         )
 
 
-def _check_kind(payload: bytes) -> None:
+def check_kind(payload: bytes) -> None:
+    """Raise `PayloadError` for a value that is neither an object nor an array."""
     if not _CONTAINER.match(payload):
         raise PayloadError(
             "payload_not_object_or_array",

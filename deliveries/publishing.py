@@ -12,6 +12,7 @@ from django.db import DatabaseError, InterfaceError, OperationalError, connectio
 from django.utils.timezone import now
 
 from deliveries.models import Delivery, Event, ProjectionGap, Reservation
+from deliveries.payloads import MAX_PAYLOAD_BYTES
 from deliveries.routing import Known, Rejected, choose, look_at, view, within_limits
 from deliveries.services import announce_on_commit, beginning, is_active
 from endpoints.conditions import read_data
@@ -75,7 +76,15 @@ def publish_events(items: Sequence[NewEvent]) -> list[Publishing]:
 
 
 def publish_plain(items: Sequence[NewEvent]) -> list[Publishing | None]:
-    """Stores events in one statement; None for those of types with rules of their own, which `publish_known` stores."""
+    """Stores events in one statement; None for those left to `publish_known`: those of types with rules of their own,
+    and what is too large unless its type has it cut.
+    """
+    fit = [item for item in items if len(item.payload) <= MAX_PAYLOAD_BYTES]
+    results = iter(_publish_plain(fit)) if fit else iter(())
+    return [next(results) if len(item.payload) <= MAX_PAYLOAD_BYTES else None for item in items]
+
+
+def _publish_plain(items: Sequence[NewEvent]) -> list[Publishing | None]:
     try:
         stored = _store(items, [_PLAIN] * len(items))
     except (OperationalError, InterfaceError) as error:
@@ -83,7 +92,7 @@ def publish_plain(items: Sequence[NewEvent]) -> list[Publishing | None]:
         return [Refused(transient=True)] * len(items)
     except DatabaseError as error:
         if len(items) > 1:
-            return [publish_plain([item])[0] for item in items]
+            return [_publish_plain([item])[0] for item in items]
         logger.error("event %s refused by the database: %s", items[0].id, error)
         return [Refused(transient=False)]
     return [_first_result(item, stored.get(item.id)) for item in items]

@@ -1,5 +1,6 @@
 """Where an event of a type with rules of its own goes, and within which limits: lifecycle, conditions, projection."""
 
+import hashlib
 import logging
 import re
 import time
@@ -24,7 +25,8 @@ logger = logging.getLogger(__name__)
 RULES_SECONDS = 0.25  # for all rules of one event: other tenants' events wait meanwhile
 NOT_TRIED = "It was not tried: the rules before it took too long."
 MAX_DEPTH = 500  # of data that is looked into: half of what Python's reader takes on any stack
-MAX_INTERACTION_CHARS = 256  # Betterstood: "Identifier ... values are at most 256 characters"
+MAX_BYTES = 2 * payloads.MAX_PAYLOAD_BYTES  # of data that is cut before it is sent
+MAX_INTERACTION_CHARS = 256  # Reservation.interaction
 _VERSION = re.compile(r"\.(v[0-9]+)\Z")
 
 
@@ -67,13 +69,14 @@ class Rejected:
 def look_at(*, tenant_id: uuid.UUID, event_id: uuid.UUID, event_type: str, payload: bytes) -> Known | Rejected:
     """What a tenant's catalogue and rules say of an event whose type is in the catalogue."""
     kind = EventType.objects.filter(tenant=tenant_id, name=event_type).first()
-    if kind is None:
-        return Known()  # it has just been removed
     try:
-        payloads.check(payload, max_depth=MAX_DEPTH)
+        if kind is None or kind.is_plain:
+            payloads.check_size(payload)
+            return Known()
+        payloads.check(payload, max_bytes=MAX_BYTES, max_depth=MAX_DEPTH)
         data = read_data(payload)
     except payloads.PayloadError as error:
-        return Rejected(400, error.code, error.detail, f"/data{error.pointer}")
+        return Rejected(error.status, error.code, error.detail, f"/data{error.pointer}")
     if not isinstance(data, dict):
         return Rejected(400, "data_not_object", f"The data of {event_type} must be an object", "/data")
     if rejected := _check_sequence(kind, data):
@@ -101,9 +104,11 @@ def _check_sequence(kind: EventType, data: dict[str, Any]) -> Rejected | None:
 
 def _place(kind: EventType, data: dict[str, Any]) -> Place | Rejected:
     interaction, version = data.get(INTERACTION), _VERSION.search(kind.name)
-    if not isinstance(interaction, str) or not 0 < len(interaction) <= MAX_INTERACTION_CHARS or "\0" in interaction:
-        detail = f"data.{INTERACTION} must be a text of 1 to {MAX_INTERACTION_CHARS} characters: the interaction's id"
+    if not isinstance(interaction, str) or not interaction:
+        detail = f"data.{INTERACTION} must be a text that is not empty: the interaction's id"
         return Rejected(400, "interaction_missing", detail, f"/data/{INTERACTION}")
+    if len(interaction) > MAX_INTERACTION_CHARS or "\0" in interaction:  # too long to be sent, still one interaction
+        interaction = f"sha256:{hashlib.sha256(interaction.encode()).hexdigest()}"
     assert kind.lifecycle_sequence is not None
     return Place(interaction, kind.lifecycle_sequence, version[1] if version else "")
 

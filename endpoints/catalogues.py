@@ -22,27 +22,38 @@ class Kind:
     fixture: dict[str, Any] = field(default_factory=dict)
 
 
-# What Betterstood never sends, under the names that its data would have; our choice of names.
-_NEVER_SENT = (
-    "transcript",
-    "recording",
-    "sourceQuotes",
-    "rawModelOutput",
-    "providerDetails",
-    "rawError",
-    "debug",
-    "validation",
-    "consentReceipt",
-    "leadCard",
-)
+# What a member is by its name, wherever it is in the data: our choice of names. First what Betterstood never sends.
+CLASSES_BY_NAME = dict.fromkeys(
+    (
+        *("transcript", "transcripts", "transcription", "recording", "recordings", "recordingUrl", "recordingUrls"),
+        *("sourceQuote", "sourceQuotes", "rawModelOutput", "rawModelOutputs", "modelOutput", "rawOutput"),
+        *(
+            "providerDetail",
+            "providerDetails",
+            "rawError",
+            "rawErrors",
+            "stackTrace",
+            "debug",
+            "debugData",
+            "debugInfo",
+        ),
+        *("validation", "validationData", "validationErrors", "consentReceipt", "consentReceipts", "rawConsentReceipt"),
+        *("rawConsentReceipts", "leadCard", "leadCards", "leadCardData"),
+    ),
+    "excluded",
+) | {
+    **dict.fromkeys(("id", "ids", "interactionId", "organizationId", "executionId", "ruleId"), "identifier"),
+    **dict.fromkeys(("key", "keys"), "key"),
+    **dict.fromkeys(("label", "labels", "tag", "tags"), "label"),
+    **dict.fromkeys(("email", "emails", "emailAddress", "emailAddresses"), "email"),
+    **dict.fromkeys(("phone", "phones", "phoneNumber", "phoneNumbers"), "phone"),
+}
 
 
 def _schema(required: tuple[str, ...], **classes: str) -> dict[str, Any]:
-    """A schema whose members have these classes."""
-    types = {"collection": "array"}
-    properties: dict[str, Any] = {name: {"x-class": "excluded"} for name in _NEVER_SENT}
-    properties |= {name: {"type": types.get(kind, "string"), "x-class": kind} for name, kind in classes.items()}
-    return {"type": "object", "required": list(required), "properties": properties}
+    """A schema of data with these members, all of text."""
+    properties = {name: {"type": "string", "x-class": kind} for name, kind in classes.items()}
+    return {"type": "object", "required": list(required), "properties": properties, "x-classes": CLASSES_BY_NAME}
 
 
 INTERACTION = "interactionId"  # the member of a lifecycle event's data that says which interaction it is about
@@ -55,41 +66,28 @@ BETTERSTOOD = (
         "com.elicitra.interaction.ended.v1",
         "An interaction has reached its first terminal state.",
         sequence=1,
-        schema=_schema(
-            (INTERACTION, SEQUENCE), interactionId="identifier", organizationId="identifier", endReason="label"
-        ),
+        schema=_schema((INTERACTION, SEQUENCE), interactionId="identifier", endReason="label"),
         fixture={**_FIXTURE, "lifecycleSequence": 1, "endReason": "COMPLETED"},
     ),
     Kind(
         "com.elicitra.analysis.completed.v1",
         "The extraction of an interaction was committed as valid.",
         sequence=2,
-        schema=_schema(
-            (INTERACTION, SEQUENCE),
-            interactionId="identifier",
-            organizationId="identifier",
-            summary="text",
-            email="email",
-            phone="phone",
-            answers="collection",
-            tags="collection",
-        ),
+        schema=_schema((INTERACTION, SEQUENCE), interactionId="identifier", summary="text"),
         fixture={**_FIXTURE, "lifecycleSequence": 2, "summary": "A synthetic summary.", "answers": [], "tags": []},
     ),
     Kind(
         "com.elicitra.analysis.failed.v1",
         "The analysis of an interaction has failed for good.",
         sequence=2,
-        schema=_schema(
-            (INTERACTION, SEQUENCE), interactionId="identifier", organizationId="identifier", reason="label"
-        ),
+        schema=_schema((INTERACTION, SEQUENCE), interactionId="identifier", reason="label"),
         fixture={**_FIXTURE, "lifecycleSequence": 2, "reason": "SYNTHETIC"},
     ),
     Kind(
         "com.elicitra.automation.triggered.v1",
         "A rule has chosen a destination for an action.",
         mode="conditional_destination",
-        schema=_schema(("activation",), summary="text", email="email", phone="phone", tags="collection"),
+        schema=_schema(("activation",), summary="text"),
     ),
 )
 

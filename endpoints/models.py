@@ -137,7 +137,7 @@ class EventType(Record):
         default=dict,
         blank=True,
         help_text='JSON Schema of the data. "x-class" gives a field\'s class: identifier, key, label, email, phone, '
-        "text, collection, or excluded.",
+        'text, collection, or excluded; "x-classes" that of all fields of a name.',
     )
     schema_at = models.DateTimeField(db_default=Now(), editable=False, help_text="When the schema was last changed.")
     created_at = models.DateTimeField(db_default=Now(), editable=False)

@@ -121,7 +121,6 @@ def test_an_endpoint_asks_for_the_three_lifecycle_types_and_no_others(endpoint, 
         (AUTOMATION, {"lifecycleSequence": 1}, "lifecycle_sequence_unexpected"),
         (ENDED, {"interactionId": None}, "interaction_missing"),
         (ENDED, {"interactionId": ""}, "interaction_missing"),
-        (ENDED, {"interactionId": "x" * 257}, "interaction_missing"),
         (ENDED, {"interactionId": 5}, "interaction_missing"),
     ],
 )
@@ -416,12 +415,82 @@ def test_optional_content_is_cut_and_told_of(tenant, endpoint, receiver, pump):
 def test_the_whole_envelope_stays_within_256_kib(tenant, endpoint, receiver, pump):
     answers = [{"text": "x" * 2_500} for _ in range(100)]
     data = {"interactionId": "int_1", "lifecycleSequence": 2, "answers": answers, "unknown": ""}
-    data["unknown"] = "y" * (262_144 - len(json.dumps(data)))  # as much as intake takes
+    data |= {f"more{n}": "y" * 8_000 for n in range(32)}
     post(tenant, COMPLETED, data)
     pump()
     [request] = receiver.received
     assert 250_000 < len(request.body) <= 262_144
-    assert data_of(request)["truncation"]["omittedFields"] == ["/answers"]
+    sent = data_of(request)
+    assert sent["truncation"]["omittedFields"] == ["/answers"]
+    assert 0 < len(sent["answers"]) < 100
+    assert sent["more31"] == "y" * 8_000
+
+
+@pytest.mark.parametrize(("size", "status"), [(262_145, 202), (524_288, 202), (524_289, 413)])
+def test_data_that_is_cut_anyway_may_be_twice_as_large(tenant, endpoint, api, receiver, pump, size, status):
+    data = {"interactionId": "int_1", "lifecycleSequence": 2, "answers": [["x" * 5_000] for _ in range(50)], "z": ""}
+    data["z"] = "z" * (size - len(json.dumps(data)))
+    found = api.call("POST", "events", {"type": COMPLETED, "data": data}, status)
+    pump()
+    if status == 202:
+        [request] = receiver.received
+        assert data_of(request)["truncation"] == {"omittedFields": ["/z"]}
+        assert len(data_of(request)["z"]) == 8_192
+    else:
+        assert found["code"] == "payload_too_large"
+        assert not Event.objects.exists()
+    assert api.call("POST", "events", {"type": "plain", "data": data}, 413)["code"] == "payload_too_large"
+
+
+def test_nothing_is_sent_that_is_never_to_be_sent_wherever_it_is(tenant, endpoint, receiver, pump):
+    never = {"transcript": "secret", "rawError": "secret", "debug": {"a": "secret"}, "raw_model_output": ["secret"]}
+    lifecycle(tenant, COMPLETED, a={"b": [never, {"c": never}]}, answers=[{"q": 1, **never}], **never)
+    rule(endpoint, "event.data.a.transcript == 'secret'")
+    automation(tenant, a=never)
+    pump()
+    sent = [request.body for request in receiver.received]
+    assert len(sent) == 2
+    assert b"secret" not in b"".join(sent)
+    completed = next(data_of(request) for request in receiver.received if b"int_1" in request.body)
+    assert completed["a"] == {"b": [{}, {"c": {}}]}
+    assert completed["truncation"] == {"omittedFields": []}
+
+
+def test_each_value_has_a_limit_although_no_schema_knows_it(tenant, endpoint, receiver, pump):
+    lifecycle(
+        tenant,
+        COMPLETED,
+        list=list(range(500)),
+        note={"text": "x" * 18_000},
+        contact={"email": "e" * 400, "phone": "1" * 33, "id": "i" * 257},
+        tags=["t" * 257, "u"],
+    )
+    pump()
+    data = data_of(receiver.received[0])
+    assert data["truncation"] == {
+        "omittedFields": ["/list", "/note/text", "/contact/email", "/contact/phone", "/contact/id", "/tags/0"]
+    }
+    assert (len(data["list"]), len(data["note"]["text"]), data["contact"], data["tags"]) == (100, 8_192, {}, ["u"])
+
+
+def test_an_interaction_whose_id_is_too_long_is_a_gap_and_still_one_interaction(tenant, endpoint, receiver, pump, api):
+    long = "ü" * 300
+    first = lifecycle(tenant, COMPLETED, interaction=long)
+    event = Event.objects.get(pk=first.event_id)
+    assert event.state == "projection_gap"
+    assert "interactionId" in event.gap.detail
+    assert lifecycle(tenant, COMPLETED, interaction=long) == Published(event.pk, repeated=True)
+    assert lifecycle(tenant, FAILED, interaction=long).code == "lifecycle_conflict"
+    assert not lifecycle(tenant, COMPLETED, interaction=long + "x").repeated
+    assert not lifecycle(tenant, COMPLETED, interaction="a\0b").repeated
+    pump()
+    assert [data_of(request)["interactionId"] for request in receiver.received] == ["a\0b"]
+    kind = EventType.objects.get(name=COMPLETED)
+    properties = {**kind.schema["properties"], "interactionId": {"x-class": "text"}}
+    EventType.objects.filter(pk=kind.pk).update(schema={**kind.schema, "properties": properties}, schema_at=Now())
+    assert repair_projection_gaps() == 2
+    pump()
+    assert len(receiver.received) == 3
 
 
 def test_a_gap_is_recorded_kept_apart_from_failures_and_repaired_when_the_limits_change(

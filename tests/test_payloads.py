@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from deliveries import payloads
-from deliveries.payloads import PayloadError, check, check_slice, slice_members
+from deliveries.payloads import PayloadError, check, check_kind, check_size, slice_members
 from tests.vectors_loader import build_bytes, load
 
 CASES: list[dict[str, Any]] = load("json_payloads")["cases"]
@@ -41,7 +41,8 @@ def test_json_payloads(case: dict[str, Any]) -> None:
         check(payload)
         data = slice_members(body)["data"]
         assert data == payload.strip(SPACE)
-        check_slice(data)
+        check_size(data)
+        check_kind(data)
         return
     error = refusal(payload)
     assert error.code == case["expect"]["code"]
@@ -49,7 +50,9 @@ def test_json_payloads(case: dict[str, Any]) -> None:
         assert re.search(rf"\bbyte {case['error_offset']}\b", error.detail)
     if error.code in {"payload_too_large", "payload_not_object_or_array"}:
         with pytest.raises(PayloadError) as caught:
-            check_slice(slice_members(body)["data"])
+            data = slice_members(body)["data"]
+            check_size(data)
+            check_kind(data)
         assert caught.value.code == error.code
     else:
         assert body_refusal(body).code in {error.code, "invalid_json"}
