@@ -110,7 +110,9 @@ def _count_wrong(verification: Verification) -> str:
     if left <= 0:
         verification.voided_at = now()
     verification.save(update_fields=["wrong_answers", "voided_at"])
-    return f"This is not the challenge; {left} tries are left" if left > 0 else "Wrong too often; send a new challenge"
+    if left <= 0:
+        return "Wrong too often; send a new challenge"
+    return f"This is not the challenge; {left} {'try is' if left == 1 else 'tries are'} left"
 
 
 def _not_delivered(delivery: Delivery) -> str:

@@ -111,6 +111,9 @@ class Delivery(Record):
         default=0, db_default=0, help_text="Charged when its event first arrives at its endpoint."
     )
     finished_at = models.DateTimeField(null=True)
+    first_finished_at = models.DateTimeField(
+        null=True, help_text="When what this replays had ended at first: windows for replays count from there."
+    )
 
     objects = DeliveryQuerySet.as_manager()
 
@@ -129,6 +132,10 @@ class Delivery(Record):
             models.Index(fields=["event", "endpoint"], name="delivery_of_event"),
             # What a delivery was replayed by.
             models.Index(fields=["replay_of"], condition=models.Q(replay_of__isnull=False), name="delivery_replays"),
+            # What an endpoint's receiver has missed, in the order of events (api.replay).
+            models.Index(
+                fields=["endpoint", "event"], condition=models.Q(state__in=["dead", "held"]), name="delivery_missed"
+            ),
             # How far a replay job is.
             models.Index(fields=["replay_job"], condition=models.Q(replay_job__isnull=False), name="delivery_of_job"),
         ]

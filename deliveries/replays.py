@@ -3,15 +3,16 @@
 import uuid
 from collections.abc import Iterable
 from datetime import datetime, timedelta
+from typing import Any
 
 from django.db import models, transaction
-from django.db.models.functions import Now
+from django.db.models.functions import Coalesce, Now
 from django.utils.timezone import now
 
 from deliveries.models import Delivery, Event, ReplayJob
 from deliveries.services import announce_on_commit, beginning, is_active, is_kept
-from endpoints.contracts import STANDARD, Contract
-from endpoints.models import Endpoint
+from endpoints.contracts import CONTRACTS, STANDARD, Contract
+from endpoints.models import ContractVersion, Endpoint
 from endpoints.services import Actor, contract_of, record_audit
 from webhookhub.ids import uuid7
 
@@ -35,13 +36,8 @@ def replay_delivery(*, delivery: Delivery, actor: Actor, reason: str = "") -> De
         old = _with_locks(Delivery.objects.filter(pk=delivery.pk)).get()
         check_replayable(old)
         _end_kept([old])
-        new = Delivery.objects.create(
-            event_id=old.event_id,
-            trigger=Delivery.Trigger.MANUAL,
-            replay_of=old,
-            credits=old.credits,
-            **beginning(old.endpoint),
-        )
+        new = _again(old, trigger=Delivery.Trigger.MANUAL, **beginning(old.endpoint))
+        new.save(force_insert=True)
         record_audit(
             actor=actor,
             action="delivery.replay",
@@ -54,6 +50,12 @@ def replay_delivery(*, delivery: Delivery, actor: Actor, reason: str = "") -> De
     return new
 
 
+def _again(old: Delivery, **fields: Any) -> Delivery:
+    """A new delivery of what an old one was to bring. To replay prolongs nothing: receivers keep keys no longer."""
+    first = old.first_finished_at or old.finished_at
+    return Delivery(event_id=old.event_id, replay_of=old, credits=old.credits, first_finished_at=first, **fields)
+
+
 def _with_locks(deliveries: models.QuerySet[Delivery]) -> models.QuerySet[Delivery]:
     """These with what `check_replayable` needs, and their events locked: no payload is deleted meanwhile."""
     rows = deliveries.select_related("event", "endpoint__tenant").defer("event__payload", "event__projection")
@@ -62,8 +64,12 @@ def _with_locks(deliveries: models.QuerySet[Delivery]) -> models.QuerySet[Delive
 
 def _end_kept(replayed: Iterable[Delivery]) -> None:
     """What was kept for a replay has had it."""
-    kept = [one.pk for one in replayed if is_kept(one)]
-    Delivery.objects.filter(pk__in=kept).update(state=Delivery.State.DISCARDED, finished_at=Now())
+    _discard(one for one in replayed if is_kept(one))
+
+
+def _discard(deliveries: Iterable[Delivery]) -> None:
+    ids = [one.pk for one in deliveries]
+    Delivery.objects.filter(pk__in=ids).update(state=Delivery.State.DISCARDED, finished_at=Now())
 
 
 def check_replayable(delivery: Delivery) -> None:
@@ -105,7 +111,20 @@ def has_expired(delivery: Delivery) -> bool:
 def _window(delivery: Delivery) -> tuple[Contract, datetime | None]:
     """A delivery's contract, and from when the window for replays counts."""
     contract = contract_of(delivery.contract) or STANDARD
-    return contract, delivery.event.accepted_at if contract.replay_from_event else delivery.finished_at
+    ended = delivery.first_finished_at or delivery.finished_at
+    return contract, delivery.event.accepted_at if contract.replay_from_event else ended
+
+
+def without_expired(deliveries: models.QuerySet[Delivery]) -> models.QuerySet[Delivery]:
+    """Those of these for which `has_expired` is false, as far as time alone says."""
+    found = deliveries.annotate(ended_at=Coalesce("first_finished_at", "finished_at"))
+    for key in [*CONTRACTS, *ContractVersion.objects.values_list("key", flat=True)]:
+        contract = contract_of(key)
+        if contract and contract.replay_window is not None:
+            begins = "event__accepted_at" if contract.replay_from_event else "ended_at"
+            over = {f"{begins}__lt": Now() - timedelta(seconds=contract.replay_window)}
+            found = found.exclude(contract=key, **over)
+    return found
 
 
 def is_outcome_unknown(delivery: Delivery) -> bool:
@@ -119,15 +138,17 @@ def is_outcome_unknown(delivery: Delivery) -> bool:
 def delete_payload(*, event: Event, actor: Actor, reason: str = "") -> None:
     """Deletes an event's payload for good; what is known about the event stays, and it cannot be sent again.
 
-    Raises NotReplayable while a delivery of it has not ended.
+    What waits to be sent of it is discarded. Raises NotReplayable while a delivery of it is being sent.
     """
+    open_states = [Delivery.State.PENDING, Delivery.State.SENDING, Delivery.State.HELD]
+    under_way = event.deliveries.filter(state__in=open_states).select_for_update(no_key=True).order_by("pk")
     with transaction.atomic():
+        list(under_way.all())  # before the event, as replays do it, or the two could wait for each other
         Event.objects.select_for_update(no_key=True).only("id").get(pk=event.pk)
-        open_states = [Delivery.State.PENDING, Delivery.State.SENDING, Delivery.State.HELD]
-        under_way = list(event.deliveries.filter(state__in=open_states).select_related("endpoint"))
-        if not all(is_kept(one) for one in under_way):
-            raise NotReplayable("A delivery of this event has not ended; wait until it has")
-        _end_kept(under_way)
+        waiting = list(under_way.all())
+        if any(one.state == Delivery.State.SENDING for one in waiting):
+            raise NotReplayable("A delivery of this event is being sent; try again in a moment")
+        _discard(waiting)
         Event.objects.filter(pk=event.pk, payload_deleted_at__isnull=True).update(
             payload=b"", projection=None, payload_deleted_at=Now()
         )
@@ -194,15 +215,7 @@ def step_replay_job(job_id: uuid.UUID, limit: int) -> int | None:
         _end_kept(fit)
         start = beginning(job.endpoint)
         Delivery.objects.bulk_create(
-            Delivery(
-                event_id=old.event_id,
-                trigger=Delivery.Trigger.REPLAY,
-                replay_of=old,
-                replay_job=job,
-                credits=old.credits,
-                **start,
-            )
-            for old in fit
+            _again(old, trigger=Delivery.Trigger.REPLAY, replay_job=job, **start) for old in fit
         )
         job.queued += len(fit)
         job.position = page[-1].pk if page else job.position

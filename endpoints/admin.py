@@ -264,6 +264,15 @@ class EndpointAdmin(AuditedAdmin):
         """An endpoint is named with its tenant."""
         return super().get_queryset(request).select_related("tenant")
 
+    def get_search_results(
+        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
+    ) -> tuple[QuerySet[Any], bool]:
+        """What is deleted is found in the list, and is no choice for something new."""
+        found, has_duplicates = super().get_search_results(request, queryset, search_term)
+        if request.path == reverse("admin:autocomplete"):
+            found = found.exclude(status=Endpoint.Status.DELETED)
+        return found, has_duplicates
+
     def choice_label(self, obj: Endpoint) -> str:
         """Name and tenant."""
         return f"{obj.name} of {obj.tenant}"

@@ -11,7 +11,7 @@ terminal = [400, "410-499"]     # statuses that end a delivery
 import dataclasses
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from endpoints.contracts import PLACEHOLDERS, SATURATION, Contract, RetryAfter, Step
@@ -46,7 +46,7 @@ def read_contracts(text: str, known: Mapping[str, Contract]) -> dict[str, Contra
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ContractFileError(f"not TOML: {error}") from error
+        raise ContractFileError(f"not TOML: {error}{_last_begun(text, str(error))}") from error
     found: dict[str, Contract] = {}
     for name, table in tables.items():
         try:
@@ -138,15 +138,13 @@ def _retry_after(value: Any, key: str) -> RetryAfter | None:
     parts = {"statuses", "least", "most", "replaces", "late"}
     if not isinstance(value, dict) or value.keys() - parts:
         raise _Wrong(key, f"{key} must be false (ignored) or a table of {', '.join(sorted(parts))}")
-    if not isinstance(value.get("replaces", False), bool):
-        raise _Wrong(key, f"{key}.replaces must be true (takes the scheduled time's place) or false (the later counts)")
-    least = _number(value.get("least", 0), key, most=SATURATION)
+    least = _number(value.get("least", 0), f"{key}.least", most=SATURATION)
     return RetryAfter(
-        statuses=_statuses(value["statuses"], key) if "statuses" in value else None,
+        statuses=_statuses(value["statuses"], f"{key}.statuses") if "statuses" in value else None,
         least=least,
-        most=_number(value.get("most", 86_400), key, least=least, most=SATURATION),
-        replaces=value.get("replaces", False),
-        late=_number(value.get("late", 0), key, most=100),
+        most=_number(value.get("most", max(least, 86_400)), f"{key}.most", least=least, most=SATURATION),
+        replaces=_flag(value.get("replaces", False), f"{key}.replaces"),
+        late=_number(value.get("late", 0), f"{key}.late", most=100),
     )
 
 
@@ -203,13 +201,34 @@ _FIELDS: dict[str, Callable[[Any, str], Any]] = {
 _KEYS = {"base", "title", "waits", "offsets", "jitter", *_FIELDS}
 
 
+def _last_begun(text: str, message: str) -> str:
+    """Where the value stands that the end of the file came into: the reader only knows that it did."""
+    if "at end of document" not in message:
+        return ""
+    return f"; the last value begins in line {max((number for number, _ in _places(text)), default=1)}"
+
+
 def _line_of(text: str, name: str, key: str) -> int:
-    """The line of a key in a table (of the table where it has none), for people to find."""
-    table, here = 1, False
+    """The line of a key (`retry_after.most`) in a table, or of what of it comes first; for people to find."""
+    wanted, found, most = [name, *filter(None, key.split("."))], 1, 0
+    for number, place in _places(text):
+        common = next((at for at, pair in enumerate(zip(wanted, place, strict=False)) if pair[0] != pair[1]), None)
+        common = min(len(wanted), len(place)) if common is None else common
+        if common > most:
+            found, most = number, common
+    return found
+
+
+def _places(text: str) -> Iterator[tuple[int, list[str]]]:
+    """The lines that begin a table or a value, and its path."""
+    table: list[str] = []
     for number, line in enumerate(text.splitlines(), start=1):
-        if heading := re.match(r"\s*\[\s*\"?([^\]\"]*)\"?\s*\]", line):
-            here = heading[1].strip().split(".")[0] == name
-            table = number if here and table == 1 else table
-        if key and (here or key == name) and re.match(rf"\s*\"?{re.escape(key)}\"?\s*[.=]", line):
-            return number
-    return table
+        if heading := re.match(r"\s*\[([^\[\]]+)\]", line):
+            table = _path(heading[1])
+            yield number, table
+        elif value := re.match(r"\s*([\w\".-]+)\s*=", line):
+            yield number, table + _path(value[1])
+
+
+def _path(dotted: str) -> list[str]:
+    return [part.strip().strip('"') for part in dotted.split(".")]

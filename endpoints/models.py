@@ -98,6 +98,8 @@ class ApiKey(Record):
         """A key of one endpoint is a key of its tenant."""
         if self.endpoint and self.endpoint.tenant_id != self.tenant_id:
             raise ValidationError({"endpoint": "This endpoint belongs to another tenant; choose one of the key's own."})
+        if self.endpoint and self._state.adding and self.endpoint.status == Endpoint.Status.DELETED:
+            raise ValidationError({"endpoint": "This endpoint has been deleted; choose another one."})
 
 
 class ContractVersion(models.Model):
@@ -319,6 +321,12 @@ class Rule(Record):
             errors["endpoint"] = "This endpoint belongs to another tenant; choose one of the rule's own."
         elif self.endpoint.status == Endpoint.Status.DELETED:
             errors["endpoint"] = "This endpoint has been deleted; choose another one."
+        elif (contract := CONTRACTS.get(self.endpoint.contract)) is None or not contract.catalogue:
+            able = ", ".join(name for name, contract in CONTRACTS.items() if contract.catalogue)
+            errors["endpoint"] = (
+                f"This endpoint follows the contract {self.endpoint.contract}, which has no conditional destinations; "
+                f"choose one under {able}."
+            )
         conditional = EventType.objects.filter(
             tenant_id=self.tenant_id, name=self.event_type, mode=EventType.Mode.CONDITIONAL
         )

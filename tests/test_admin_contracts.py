@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 from django.contrib.auth.models import User
+from django.db.models import F
 from django.db.models.functions import Now
 
 from deliveries.models import Credit, Delivery, Event, ProjectionGap, Verification
@@ -184,12 +185,16 @@ def test_a_payload_is_deleted_by_its_own_button(ops, tenant, make_endpoint, rece
     make_endpoint()
     found = publish(tenant, "a", {"name": "Zoe"})
     event = Event.objects.get(pk=found.event_id)
-    assert "has not ended" in press(ops, event, "delete_payload")
-    pump()
+    Delivery.objects.update(state="sending", claim_token=F("id"), lease_until=Now())
+    assert "is being sent" in press(ops, event, "delete_payload")
+    Delivery.objects.update(state="pending", claim_token=None, lease_until=None)
     assert "Deleted. The event stays" in press(ops, event, "delete_payload")
     shown = ops.get(change_page(event)).text
     assert "Zoe" not in shown
     assert "Deleted at" in shown
+    pump()
+    assert not receiver.received
+    assert Delivery.objects.get().state == "discarded"
 
 
 def test_a_key_is_bound_to_an_endpoint_of_its_own_tenant(ops, tenant, make_endpoint):
@@ -200,6 +205,18 @@ def test_a_key_is_bound_to_an_endpoint_of_its_own_tenant(ops, tenant, make_endpo
     text = shown_once(ops.send(page("endpoints.apikey", "add"), **{**form, "tenant": tenant.pk}))
     assert authenticate(text).endpoint == mine
     assert ApiKey.objects.count() == 1
+
+
+def test_what_is_deleted_is_no_choice_for_a_key_or_a_rule(ops, tenant, make_endpoint):
+    gone = make_endpoint(contract="brief", name="was-there")
+    choices = "/admin/autocomplete/?app_label=endpoints&model_name=apikey&field_name=endpoint&term=was-there"
+    assert str(gone.pk) in ops.get(choices).text
+    delete_endpoint(endpoint=gone, actor=SYSTEM)
+    assert str(gone.pk) not in ops.get(choices).text
+    assert "was-there" in ops.get(page("endpoints.endpoint", "changelist"), {"q": "was-there"}).text
+    form = {"tenant": tenant.pk, "endpoint": gone.pk, "name": "receiver"}
+    assert "has been deleted" in ops.send(page("endpoints.apikey", "add"), **form).text
+    assert not ApiKey.objects.exists()
 
 
 @pytest.mark.parametrize("name", ["challenge", "confirm", "test", "pause", "remove", "rotate"])

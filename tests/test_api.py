@@ -159,6 +159,7 @@ def test_the_log_holds_every_event_and_filters_by_type_and_arrival(api, tenant, 
     assert ids("?type=run") == []
     one = api.call("GET", f"events/{shown(failed)[0].replace('evt_', 'kmevt_')}")
     assert (one["delivered"], one["deliveries"][0]["last_error"]) == (False, "http_500")
+    assert one["receiver_ids"] == {}
 
 
 def test_next_cursor_is_there_exactly_when_a_full_page_came(api, tenant):

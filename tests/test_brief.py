@@ -152,6 +152,45 @@ def test_after_72_hours_it_is_gone_everywhere(tenant, endpoint, receiver, pump, 
         replay_delivery(delivery=Delivery.objects.get(), actor=SYSTEM)
 
 
+def test_a_replay_does_not_prolong_the_72_hours(tenant, endpoint, receiver, pump, mine):
+    [event] = fail(tenant, receiver, pump, 404)
+    age(71 * 3600)
+    ended = Delivery.objects.get().finished_at
+    for _ in range(2):
+        mine.call("POST", f"replay/{event.typeid}", status=202)
+        pump()
+    [row] = mine.call("GET", "replay")["data"]
+    expires = (ended + timedelta(hours=72)).isoformat().replace("+00:00", "Z")
+    assert row["replay_expires_at"] == expires
+    Delivery.objects.exclude(first_finished_at=None).update(first_finished_at=Now() - timedelta(hours=72, seconds=1))
+    assert mine.call("GET", "replay")["data"] == []
+    assert mine.call("GET", f"replay/{event.typeid}", status=410)["code"] == "replay_expired"
+
+
+def test_the_list_goes_by_the_contract_that_a_delivery_kept_to(tenant, endpoint, receiver, pump, mine):
+    fail(tenant, receiver, pump, 404)
+    age(80 * 3600)
+    endpoint.contract = "standard"
+    endpoint.save(update_fields=["contract"])
+    assert mine.call("GET", "replay")["data"] == []
+
+
+def test_the_list_is_in_the_order_of_events_whenever_their_deliveries_were_made(tenant, endpoint, receiver, pump, mine):
+    first, second, third = fail(tenant, receiver, pump, 404, 404, 404)
+    mine.call("POST", f"replay/{second.typeid}", status=202)
+    pump()
+    mine.call("POST", f"replay/{first.typeid}", status=202)
+    pump()
+    pages, cursor = [], ""
+    while True:
+        found = mine.call("GET", f"replay?limit=1{cursor}")
+        pages += [row["event_id"] for row in found["data"]]
+        if "next_cursor" not in found:
+            break
+        cursor = f"&cursor={found['next_cursor']}"
+    assert pages == [first.typeid, second.typeid, third.typeid]
+
+
 def test_an_event_whose_payload_was_deleted_is_not_to_be_had(tenant, endpoint, receiver, pump, mine):
     [event] = fail(tenant, receiver, pump, 404)
     delete_payload(event=event, actor=SYSTEM)

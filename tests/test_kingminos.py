@@ -213,3 +213,13 @@ def test_replays_neither_count_nor_reset(tenant, endpoint, receiver, pump):
         pump()
         endpoint.refresh_from_db()
         assert endpoint.dead_in_a_row == 5
+
+
+def test_the_log_has_the_id_that_receivers_know(tenant, endpoint, receiver, pump, api_key):
+    api = Api(api_key)
+    [found] = publish_events([NewEvent(tenant.pk, "run.done", b"{}")])
+    pump()
+    [logged] = api.call("GET", "events")["data"]
+    assert logged["id"] == Event.objects.get(pk=found.event_id).typeid
+    assert logged["receiver_ids"] == {"kingminos": receiver.received[0].header("kingminos-event-id")}
+    assert api.call("GET", f"events/{logged['receiver_ids']['kingminos']}")["id"] == logged["id"]

@@ -9,13 +9,14 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db.models.functions import Now
 
+from deliveries.management.commands import receive as receive_command
 from deliveries.management.commands.receive import Receiver
 from deliveries.models import Attempt, Delivery
 from deliveries.publishing import NewEvent, publish_events
 from deliveries.replays import replay_delivery
 from endpoints import contracts
 from endpoints.contract_file import read_contracts
-from endpoints.models import Endpoint
+from endpoints.models import Endpoint, EndpointSecret
 from endpoints.services import SYSTEM, create_endpoint, rotate_secret, verifying_secrets
 from endpoints.signing import SCHEMES, generate_ed25519_secret
 
@@ -99,6 +100,20 @@ def test_every_scheme_that_a_contract_can_name_is_verified(receive, monkeypatch,
     monkeypatch.setitem(contracts.CONTRACTS, "own", own)
     [line] = receive(contract="own", rotate=True)
     assert line.startswith("verified evt_")
+
+
+def test_an_endpoint_that_cannot_be_verified_is_said_so(receive, monkeypatch):
+    own = dataclasses.replace(contracts.STANDARD, name="own")
+    monkeypatch.setitem(contracts.CONTRACTS, "own", own)
+    with monkeypatch.context() as here:
+        here.setattr(receive_command, "CONTRACTS", {})
+        lines = receive(contract="own")
+    assert "follows own, a contract that is not known here" in lines[0]
+    assert lines[1].startswith("NOT VERIFIED evt_")
+    EndpointSecret.objects.update(sealed=b"nonsense")
+    lines = receive(endpoint=Endpoint.objects.get().typeid)
+    assert "has a secret that cannot be used" in lines[0]
+    assert lines[1].startswith("NOT VERIFIED")
 
 
 def test_a_secret_given_by_hand_is_of_the_scheme_given_with_it(receive, monkeypatch):

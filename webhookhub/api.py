@@ -154,9 +154,14 @@ def read_query(query: QueryDict, known: Collection[str]) -> dict[str, str]:
 
 
 def page_of(
-    rows: QuerySet[Any], query: Mapping[str, str], *, show: Callable[[Any], Any], newest_first: bool = True
+    rows: QuerySet[Any],
+    query: Mapping[str, str],
+    *,
+    show: Callable[[Any], Any],
+    key: str = "id",
+    newest_first: bool = True,
 ) -> dict[str, Any]:
-    """A page of rows with UUIDv7 keys, in the order of their keys: `data`, and `next_cursor` when the page is full.
+    """A page of rows in the order of a UUIDv7 that each has alone: `data`, and `next_cursor` when the page is full.
 
     `limit` and `cursor` come from the query. Raises Problem 400 for what they cannot be.
     """
@@ -168,11 +173,11 @@ def page_of(
             after = uuid.UUID(_cursors.unsign(query["cursor"]))
         except (signing.BadSignature, ValueError) as error:
             raise Problem(400, "cursor_invalid", "cursor must be a next_cursor of an earlier page") from error
-        rows = rows.filter(pk__lt=after) if newest_first else rows.filter(pk__gt=after)
-    found = list(rows.order_by("-pk" if newest_first else "pk")[: int(limit)])
+        rows = rows.filter(**{f"{key}__{'lt' if newest_first else 'gt'}": after})
+    found = list(rows.order_by(f"-{key}" if newest_first else key)[: int(limit)])
     page: dict[str, Any] = {"data": [show(row) for row in found]}
     if len(found) == int(limit):
-        page["next_cursor"] = _cursors.sign(found[-1].pk.hex)
+        page["next_cursor"] = _cursors.sign(getattr(found[-1], key).hex)
     return page
 
 

@@ -63,7 +63,10 @@ class EventAdmin(ReadOnlyAdmin):
             "delete_payload",
             "Delete payload…",
             "deliveries.delete_payload",
-            lambda event: f"Delete the payload of {event} for good? It cannot be sent again then.",
+            lambda event: (
+                f"Delete the payload of {event} for good? What waits to be sent of it is discarded, and it "
+                "cannot be sent again."
+            ),
             remove_payload,
             RequiredReasonForm,
             lambda event: "It has been deleted." if event.payload_deleted_at else "",

@@ -1,5 +1,7 @@
 """Events: taking one in, and the log. `POST` comes here only where the fast lane does not serve (plain WSGI, tests)."""
 
+import uuid
+from collections.abc import Callable
 from typing import Any
 
 from django.conf import settings
@@ -15,19 +17,48 @@ from deliveries.intake import answer, check_head, key_of, read_event, too_large
 from deliveries.models import Event
 from deliveries.publishing import publish_events
 from endpoints.contracts import CONTRACTS
+from endpoints.models import Endpoint
 from webhookhub.api import IdField, Problem, page_of, read_query
+from webhookhub.ids import typeid
 
 
 class EventSerializer(serializers.ModelSerializer[Event]):
     """An event, without its payload."""
 
     id = IdField(Event.prefix)
+    receiver_ids = serializers.SerializerMethodField()
     idempotency_key = serializers.CharField(source="caller_key")
     delivered = serializers.BooleanField()
 
     class Meta:
         model = Event
-        fields = ["id", "type", "accepted_at", "sequence", "state", "delivered", "idempotency_key", "metadata"]
+        fields = [
+            "id",
+            "receiver_ids",
+            "type",
+            "accepted_at",
+            "sequence",
+            "state",
+            "delivered",
+            "idempotency_key",
+            "metadata",
+            "payload_deleted_at",
+        ]
+
+    def get_receiver_ids(self, event: Event) -> dict[str, str]:
+        """The id as receivers know it, by contract, where it has another form."""
+        return {name: typeid(prefix, event.pk) for name, prefix in self.context["prefixes"].items()}
+
+
+def show_events(tenant_id: uuid.UUID) -> Callable[[Event], dict[str, Any]]:
+    """How a tenant's events are shown: with the ids that the contracts of its endpoints give them."""
+    followed = set(Endpoint.objects.filter(tenant=tenant_id).values_list("contract", flat=True).distinct())
+    prefixes = {
+        name: contract.event_prefix
+        for name, contract in CONTRACTS.items()
+        if name in followed and contract.event_prefix != Event.prefix
+    }
+    return lambda event: EventSerializer(event, context={"prefixes": prefixes}).data
 
 
 class EventsView(APIView):
@@ -47,7 +78,7 @@ class EventsView(APIView):
             if query["delivered"] not in ("true", "false"):
                 raise Problem(400, "parameter_invalid", "delivered must be true or false")
             events = events.filter(delivered=query["delivered"] == "true")
-        return Response(page_of(events, query, show=lambda event: EventSerializer(event).data))
+        return Response(page_of(events, query, show=show_events(tenant_id)))
 
     def post(self, request: Request) -> HttpResponse:
         """Takes one event in: stored, with its deliveries, before the answer."""
@@ -70,7 +101,9 @@ class EventView(KeyView):
         deliveries = event.deliveries.select_related("endpoint").order_by("-id")[:250]
         for delivery in deliveries:
             delivery.event = event
-        return Response({**EventSerializer(event).data, "deliveries": DeliverySerializer(deliveries, many=True).data})
+        return Response(
+            {**show_events(self.tenant_id)(event), "deliveries": DeliverySerializer(deliveries, many=True).data}
+        )
 
 
 def plain_event_id(text: str) -> str:

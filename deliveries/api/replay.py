@@ -1,11 +1,9 @@
 """The replay resource: what a receiver can still get of what it missed. Its key is bound to its endpoint."""
 
 import time
-from datetime import timedelta
 from typing import Any
 
 from django.db.models import Exists, OuterRef, Q
-from django.db.models.functions import Now
 from django.http import HttpResponse
 from rest_framework import serializers
 from rest_framework.request import Request
@@ -16,9 +14,9 @@ from deliveries.api.deliveries import DeliverySerializer, replay
 from deliveries.api.events import plain_event_id
 from deliveries.messages import Message, compose
 from deliveries.models import Delivery, Event
-from deliveries.replays import has_expired, replay_expires_at
+from deliveries.replays import has_expired, replay_expires_at, without_expired
 from deliveries.services import is_kept
-from endpoints.contracts import CONTRACTS, Contract
+from endpoints.contracts import Contract
 from endpoints.models import Endpoint, EndpointSecret
 from endpoints.services import contract_of, signing_keys
 from webhookhub.api import IdField, Problem, page_of, read_query
@@ -64,12 +62,9 @@ class ReplaysView(KeyView):
         """Events that this receiver has not got and can still have, by event id and time, newest last."""
         query = read_query(request.query_params, [])
         assert self.key.endpoint
-        contract = CONTRACTS.get(self.key.endpoint.contract)
-        rows = _missed(self.key.endpoint)
-        if contract and contract.replay_window is not None:
-            begins = "event__accepted_at" if contract.replay_from_event else "finished_at"
-            rows = rows.filter(**{f"{begins}__gte": Now() - timedelta(seconds=contract.replay_window)})
-        return Response(page_of(rows, query, show=lambda one: MissedSerializer(one).data, newest_first=False))
+        rows = without_expired(_missed(self.key.endpoint))
+        show = lambda one: MissedSerializer(one).data  # noqa: E731
+        return Response(page_of(rows, query, show=show, key="event_id", newest_first=False))
 
 
 class ReplayedView(KeyView):

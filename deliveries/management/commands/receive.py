@@ -13,9 +13,10 @@ from django.db import connection
 
 import webhookhub.receiver as kit
 from endpoints.contracts import CONTRACTS
+from endpoints.encryption import Unreadable
 from endpoints.models import Endpoint
 from endpoints.services import verifying_secrets
-from endpoints.signing import SCHEMES
+from endpoints.signing import SCHEMES, SecretError
 from webhookhub.ids import parse_typeid
 from webhookhub.stores import MemoryStore
 
@@ -101,13 +102,21 @@ class Receiver(ThreadingHTTPServer):
         else:
             found = Endpoint.objects.filter(url__contains=f":{self.server_port}/")
         try:
-            return [
-                self._kit(endpoint.typeid, secrets, CONTRACTS[endpoint.contract].signature)
-                for endpoint in found
-                if (secrets := verifying_secrets(endpoint))
-            ]
+            return [one for endpoint in found if (one := self._kit_of(endpoint))]
         finally:
             connection.close()  # each connection to this server has a thread, and would keep one of its own
+
+    def _kit_of(self, endpoint: Endpoint) -> kit.Receiver | None:
+        contract = CONTRACTS.get(endpoint.contract)
+        if contract is None:
+            self.say(f"{endpoint.typeid} follows {endpoint.contract}, a contract that is not known here: not verified")
+            return None
+        try:
+            secrets = verifying_secrets(endpoint)
+        except (Unreadable, SecretError) as error:
+            self.say(f"{endpoint.typeid} has a secret that cannot be used: not verified ({error})")
+            return None
+        return self._kit(endpoint.typeid, secrets, contract.signature) if secrets else None
 
     def _kit(self, name: str, secrets: list[str], scheme: str) -> kit.Receiver:
         return kit.Receiver(secrets, lambda _: self.switches.status, self.stores[name], scheme=scheme)
