@@ -256,6 +256,11 @@ def contract_of(key: str) -> contracts.Contract | None:
         return None
 
 
+def name_in(key: str) -> str:
+    """The name of a key's contract, or of the one that a contract of the hub's own messages is made from."""
+    return key.partition("@")[0].partition("/")[0]
+
+
 _keys: dict[str, tuple[contracts.Contract, str]] = {}
 
 

@@ -12,7 +12,7 @@ from deliveries.models import Attempt, Delivery, Event
 from deliveries.replays import NotReplayable, ReplayExpired, is_outcome_unknown, replay_delivery, replay_expires_at
 from endpoints.contracts import STANDARD, last_error
 from endpoints.models import Endpoint
-from endpoints.services import contract_of
+from endpoints.services import contract_of, name_in
 from webhookhub.api import IdField, Problem, page_of, read_query
 from webhookhub.ids import parse_typeid
 
@@ -75,7 +75,7 @@ class DeliverySerializer(serializers.ModelSerializer[Delivery]):
 
     def get_contract(self, delivery: Delivery) -> str:
         """The contract's name."""
-        return delivery.contract.partition("@")[0]
+        return name_in(delivery.contract)
 
     def get_outcome_unknown(self, delivery: Delivery) -> bool:
         """A 409 came after an attempt without an answer: the receiver may have it, and be at work on it."""
