@@ -105,7 +105,8 @@ def test_any_2xx_is_delivered_once(tenant, endpoint, receiver, pump, status):
 
 
 def test_a_request_carries_its_headers_and_none_that_libcurl_adds_by_itself(tenant, endpoint, receiver, pump):
-    publish(tenant, payload=b"x" * 2_000_000, content_type="text/plain; charset=utf-8")
+    publish(tenant, content_type="text/plain; charset=utf-8")
+    Event.objects.update(payload=b"x" * 2_000_000)  # of over 1 MB libcurl asks first
 
     pump()
 
@@ -117,7 +118,7 @@ def test_a_request_carries_its_headers_and_none_that_libcurl_adds_by_itself(tena
     assert request.header("content-type") == "text/plain; charset=utf-8"
 
 
-@pytest.mark.parametrize("payload", [b"", b"\x00\xff\xfe binary", b"x" * 1_000_000], ids=["empty", "binary", "large"])
+@pytest.mark.parametrize("payload", [b"", b"\x00\xff\xfe binary", b"x" * 262_144], ids=["empty", "binary", "large"])
 def test_a_payload_of_any_bytes_arrives_and_verifies(tenant, endpoint, receiver, pump, payload):
     publish(tenant, payload=payload, content_type="application/octet-stream")
 
