@@ -1,133 +1,300 @@
 """Where a pump stands in the queue of record, and what it claims next.
 
 Due deliveries are read in the order of (due time, id) from a remembered position, so that a claim never walks over
-what was done before: under churn, and with an old snapshot open, that walk grows without end. An endpoint that has
-more due than it may have in flight is passed over and remembered with a position of its own.
+what was done before: under churn, and with an old snapshot open, that walk grows without end. The position begins a few
+seconds ago; what is older, or became visible behind it, a second reader finds, which goes over all that is due once a
+minute, a page at a time, so that nobody waits for it. An endpoint that has more due than it may have in flight is
+passed over and remembered with a position of its own; so is one with a pace of its own.
 """
 
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
+
+from django.db import transaction
 
 from deliveries.models import Delivery
-from deliveries.querysets import Claimed, Lagging, Position
+from deliveries.querysets import Claimed, Head, Lagging, Position
+from endpoints.models import Endpoint
+from endpoints.pace import Allowance
 from webhookhub.ids import uuid7
 
 SKIMMED_ROWS = 2_000  # how far a claim looks for other endpoints' deliveries among those of lagging ones
+PACED_ENDPOINTS = 100  # most endpoints with a pace of their own that one claim asks for
 START = Position(datetime(1, 1, 1, tzinfo=UTC), uuid.UUID(int=0))
 LAST = Position(datetime.max.replace(tzinfo=UTC), uuid.UUID(int=2**128 - 1))
-EVER = timedelta(days=365_000)
 
 # Deliveries may become visible behind the position, since commits do not come in the order of due times. Each entry:
-# how often (seconds) a claim goes back, and how far. Intake commits in milliseconds; the last entry is for those who
-# publish inside a transaction of minutes.
-SWEEPS = ((0.0, timedelta(milliseconds=100)), (1.0, timedelta(seconds=5)), (60.0, EVER))
+# how often (seconds) a claim goes back, and how far. Intake commits in milliseconds.
+OVERLAPS = ((0.0, timedelta(milliseconds=100)), (1.0, timedelta(seconds=5)))
+SWEEP_SECONDS = 60.0  # between the beginnings of two sweeps: for those who publish inside a transaction of minutes
+SWEEP_PAUSE = 0.05  # after a page of a sweep on which nothing could be claimed: backlogs of lagging endpoints
+TURN_PAUSE = 5.0  # until it is looked again whose turn it is where a retry is waited for: somebody may skip it
+LOCKED_PAUSE = 0.01  # until an endpoint is asked for again whose row another worker holds
+
+
+@dataclass(slots=True)
+class _Paced:
+    """An endpoint with a pace of its own, and something due: where it stands, and when to ask for it again."""
+
+    position: Position
+    ask_at: float = 0.0
 
 
 class Claimer:
-    """Claims due deliveries for one pump, fairly over endpoints. `more`: the last claim left some behind."""
+    """Claims due deliveries of one priority for one pump, fairly over endpoints.
 
-    def __init__(self, *, endpoint_limit: int, page_rows: int, lease: timedelta) -> None:
+    `more`: the last claim left some behind that can be claimed at once. `ask_at`: when (monotonic seconds) to claim
+    again at the latest, whatever happens until then.
+    """
+
+    def __init__(self, *, priority: int, page_rows: int, lease: timedelta) -> None:
         self.more = False
         self.lagging: dict[uuid.UUID, Position] = {}
-        self._endpoint_limit = endpoint_limit
+        self.paced: dict[uuid.UUID, _Paced] = {}
+        self._priority = priority
         self._page_rows = page_rows
         self._lease = lease
-        self._lagging_first = False
-        self._position = START
-        self._sweep_at = [0.0] * len(SWEEPS)
+        self._turn = 0
+        self._head: Position | None = None
+        self._overlap_at = [0.0] * len(OVERLAPS)
+        self._sweep: Position | None = None  # where a sweep stands that is under way
+        self._sweep_at = 0.0  # when it goes on, or the next one begins
         self._epoch: datetime | None = None  # the database's time at zero of our monotonic clock
 
-    def claim(self, room: int, busy: Mapping[uuid.UUID, int]) -> tuple[uuid.UUID, list[Claimed]]:
-        """Claims up to `room` deliveries, and returns the claim's token with them.
+    @property
+    def ask_at(self) -> float:
+        """See above."""
+        paced = (one.ask_at for one in self.paced.values())
+        return min([self._sweep_at, *paced])
+
+    def freed(self, endpoints: set[uuid.UUID]) -> bool:
+        """Requests to these endpoints have ended. True when something waits for their places."""
+        for endpoint in endpoints & self.paced.keys():
+            self.paced[endpoint].ask_at = 0.0
+        return not (self.paced.keys() | self.lagging.keys()).isdisjoint(endpoints)
+
+    def claim(
+        self, room: int, busy: Mapping[uuid.UUID, int], *, endpoint_limit: int
+    ) -> tuple[uuid.UUID, list[Claimed]]:
+        """Claims up to `room` deliveries, of each endpoint so many that it has `endpoint_limit` in flight at most, and
+        returns the claim's token with them.
 
         `busy` says how many each endpoint has in flight here.
         """
         token = uuid7()
-        # They take turns at being first: whichever always were could take all the room and starve the other.
-        self._lagging_first = not self._lagging_first
-        steps = [self._claim_page, self._claim_lagging]
+        # They take turns at being first: whichever always were could take all the room and starve the others.
+        now = time.monotonic()
+        steps = [self._claim_new]
+        steps += [self._claim_lagging] if self.lagging else []
+        steps += [self._claim_paced] if any(one.ask_at <= now for one in self.paced.values()) else []
+        steps += [self._claim_swept] if self._sweep_at <= now else []
+        self._turn += 1
+        first = self._turn % len(steps)
         rows: list[Claimed] = []
-        busy = Counter(busy)
-        for step in reversed(steps) if self._lagging_first else steps:
+        self.more = False
+        for step in steps[first:] + steps[:first]:
             if room > len(rows):
-                found = step(room - len(rows), busy, token)
-                busy.update(row.endpoint_id for row in found)
-                rows += found
+                in_use = Counter(busy)
+                in_use.update(row.endpoint_id for row in rows)
+                rows += step(_Room(room - len(rows), in_use, endpoint_limit, token))
         return token, rows
 
-    def _claim_lagging(self, room: int, busy: Mapping[uuid.UUID, int], token: uuid.UUID) -> list[Claimed]:
-        waiting = self._lagging_with_room(room, busy)
-        if not waiting:
-            return []
-        rows = Delivery.objects.all().claim_lagging(waiting, token=token, lease=self._lease)
-        self._advance(waiting, rows)
-        return rows
+    # --- New deliveries, and the sweep over all
 
-    def _lagging_with_room(self, room: int, busy: Mapping[uuid.UUID, int]) -> list[Lagging]:
-        chosen = []
-        for endpoint, position in self.lagging.items():
-            free = min(self._endpoint_limit - busy.get(endpoint, 0), room)
-            if free > 0:
-                chosen.append(Lagging(endpoint, position, free))
-                room -= free
-        return chosen
+    def _claim_new(self, room: "_Room") -> list[Claimed]:
+        now = time.monotonic()
+        if self._epoch is None:
+            self._epoch = Delivery.objects.all().database_now() - timedelta(seconds=time.monotonic())
+        if self._head is None:
+            self._head = Position(self._epoch + timedelta(seconds=now), START.id)
+        back = timedelta()
+        for number, (every, distance) in enumerate(OVERLAPS):
+            if now >= self._overlap_at[number]:
+                self._overlap_at[number] = now + every
+                back = distance
+        start = min(self._head, Position(self._epoch + timedelta(seconds=now) - back, START.id))
+        page = self._claim_page(start, room)
+        self.more = self.more or page.more
+        # A page that reached the present ends an overlap: the position is where it was, or further on.
+        self._head = page.reached if page.more else max(page.reached, self._head)
+        return page.rows
 
-    def _advance(self, waiting: list[Lagging], rows: list[Claimed]) -> None:
-        """Moves each endpoint's position, to the end of the line; one that has no more due is lagging no longer."""
-        counts = Counter(row.endpoint_id for row in rows)
-        last = {row.endpoint_id: Position(row.due_at, row.id) for row in rows}
-        for one in waiting:
-            del self.lagging[one.endpoint_id]
-            if counts[one.endpoint_id] == one.free:
-                self.lagging[one.endpoint_id] = last[one.endpoint_id]
+    def _claim_swept(self, room: "_Room") -> list[Claimed]:
+        now = time.monotonic()
+        if self._sweep is None:
+            self._sweep, self._swept_until = START, now + SWEEP_SECONDS
+            self._epoch = None  # the two clocks may have drifted apart
+        page = self._claim_page(self._sweep, room)
+        if page.more and (self._head is None or page.reached < self._head):
+            self._sweep = page.reached
+            self._sweep_at = 0.0 if page.was_free else now + SWEEP_PAUSE
+            self.more = self.more or page.was_free
+        else:
+            self._sweep, self._sweep_at = None, self._swept_until
+        return page.rows
 
-    def _claim_page(self, room: int, busy: Mapping[uuid.UUID, int], token: uuid.UUID) -> list[Claimed]:
-        room = min(room, self._page_rows)
-        free = {endpoint: self._endpoint_limit - count for endpoint, count in busy.items()}
+    def _claim_page(self, start: Position, room: "_Room") -> "_Page":
+        """Claims from a page after a position."""
+        most = min(room.places, self._page_rows)
+        free = {endpoint: room.endpoint_limit - count for endpoint, count in room.busy.items()}
         free.update(dict.fromkeys(self.lagging, 0))
-        start = self._start()
-        limit = SKIMMED_ROWS if self.lagging else room
+        limit = SKIMMED_ROWS if self.lagging or self.paced else most
         claimed, page = Delivery.objects.all().claim(
+            priority=self._priority,
             after=start,
             limit=limit,
-            room=room,
+            room=most,
             free=free,
-            endpoint_limit=self._endpoint_limit,
-            token=token,
+            endpoint_limit=room.endpoint_limit,
+            token=room.token,
             lease=self._lease,
         )
-        before, counts, full = start, Counter[uuid.UUID](), 0
-        self.more = len(page) == limit
+        before, counts, full, more = start, Counter[uuid.UUID](), 0, len(page) == limit
         for row in page:
+            here = Position(row.due_at, row.id)
             counts[row.endpoint_id] += 1
-            if counts[row.endpoint_id] > free.get(row.endpoint_id, self._endpoint_limit):
+            if row.is_paced:
+                self.lagging.pop(row.endpoint_id, None)
+                waiting = self.paced.get(row.endpoint_id)
                 # One behind the endpoint's position came late, and must not wait for the end of the backlog.
-                if self.lagging.get(row.endpoint_id, LAST) >= (row.due_at, row.id):
+                if waiting is None or waiting.position >= here:
+                    self.paced[row.endpoint_id] = _Paced(before, waiting.ask_at if waiting else 0.0)
+            elif counts[row.endpoint_id] > free.get(row.endpoint_id, room.endpoint_limit):
+                if self.lagging.get(row.endpoint_id, LAST) >= here:
                     self.lagging[row.endpoint_id] = before
-            elif full == room:
-                self.more = True  # it could be claimed when there is room again
+            elif full == most:
+                more = True  # it could be claimed when there is room again
                 break
             else:
                 full += 1
-            before = Position(row.due_at, row.id)
-        # A page that reached the present ends a sweep: the position is where it was, or further on.
-        self._position = before if self.more else max(before, self._position)
-        return claimed
+            before = here
+        return _Page(claimed, before, more, full > 0)
 
-    def _start(self) -> Position:
-        """The remembered position, or as far back as the sweeps that are due go."""
+    # --- Endpoints with more than they may have
+
+    def _claim_lagging(self, room: "_Room") -> list[Claimed]:
+        chosen, places = [], room.places
+        for endpoint, position in self.lagging.items():
+            free = min(room.free(endpoint), places)
+            if free > 0:
+                chosen.append(Lagging(endpoint, position, free))
+                places -= free
+        if not chosen:
+            return []
+        rows = self._claim_each(chosen, room.token)
+        last = _last(rows)
+        counts = Counter(row.endpoint_id for row in rows)
+        for one in chosen:  # to the end of the line; one that has no more due is lagging no longer
+            del self.lagging[one.endpoint_id]
+            if counts[one.endpoint_id] == one.free:
+                self.lagging[one.endpoint_id] = last[one.endpoint_id]
+        return rows
+
+    def _claim_each(self, lagging: list[Lagging], token: uuid.UUID) -> list[Claimed]:
+        return Delivery.objects.all().claim_lagging(lagging, priority=self._priority, token=token, lease=self._lease)
+
+    # --- Endpoints with a pace of their own
+
+    def _claim_paced(self, room: "_Room") -> list[Claimed]:
         now = time.monotonic()
-        back = timedelta()
-        for number, (every, distance) in enumerate(SWEEPS):
-            # The overlap of every claim is only for the present: with more left behind, it would read the same again.
-            if now >= self._sweep_at[number] and not (self.more and every == 0.0):
-                self._sweep_at[number] = now + every
-                back = distance
-        if back == EVER or self._epoch is None:
-            moment = Delivery.objects.all().database_now()
-            self._epoch = moment - timedelta(seconds=time.monotonic())
-            return START
-        return min(self._position, Position(self._epoch + timedelta(seconds=now) - back, START.id))
+        asked = [endpoint for endpoint, one in self.paced.items() if one.ask_at <= now][:PACED_ENDPOINTS]
+        with transaction.atomic():
+            endpoints = list(Endpoint.objects.locked_for_pace(asked))
+            heads = {one.endpoint_id: one for one in Delivery.objects.all().heads(e.pk for e in endpoints if e.ordered)}
+            allowed = self._allowances(endpoints, room)
+            rows = self._claim_allowed(endpoints, allowed, heads, room.token)
+            counts = Counter(row.endpoint_id for row in rows)
+            Endpoint.objects.save_paces(
+                (endpoint, endpoint.pace.after_claim(endpoint.moment, counts[endpoint.pk])) for endpoint in endpoints
+            )
+        for endpoint_id in asked:  # to the end of the line
+            self.paced[endpoint_id] = self.paced.pop(endpoint_id)
+            self.paced[endpoint_id].ask_at = now + LOCKED_PAUSE
+        last = _last(rows)
+        for endpoint in endpoints:
+            key, count = endpoint.pk, counts[endpoint.pk]
+            self.paced[key].ask_at = now + allowed[key].again
+            if endpoint.ordered:
+                self._wait_for_turn(key, heads.get(key), now)
+                continue
+            if key in last:
+                self.paced[key].position = last[key]
+            if not endpoint.is_paced:
+                self.lagging[key] = self.paced.pop(key).position
+            elif count < allowed[key].requests and not allowed[key].overdue:
+                del self.paced[key]  # it has no more due
+        return rows
+
+    def _allowances(self, endpoints: list[Endpoint], room: "_Room") -> dict[uuid.UUID, Allowance]:
+        in_flight = Delivery.objects.all().in_flight(one.pk for one in endpoints)
+        allowed, places = {}, room.places
+        for endpoint in endpoints:
+            free = max(0, min(room.free(endpoint.pk), places))
+            found = endpoint.pace.allowance(endpoint.moment, free=free, in_flight=in_flight.get(endpoint.pk, 0))
+            allowed[endpoint.pk] = found
+            places -= found.requests
+        return allowed
+
+    def _claim_allowed(
+        self,
+        endpoints: list[Endpoint],
+        allowed: Mapping[uuid.UUID, Allowance],
+        heads: Mapping[uuid.UUID, Head],
+        token: uuid.UUID,
+    ) -> list[Claimed]:
+        some = [endpoint.pk for endpoint in endpoints if allowed[endpoint.pk].requests > 0 and not endpoint.ordered]
+        lagging = [Lagging(one, self.paced[one].position, allowed[one].requests, allowed[one].overdue) for one in some]
+        rows = self._claim_each(lagging, token) if lagging else []
+        if ready := [head.id for head in heads.values() if _may_go(head, allowed[head.endpoint_id])]:
+            rows += Delivery.objects.all().claim_these(ready, token=token, lease=self._lease)
+        return rows
+
+    def _wait_for_turn(self, endpoint_id: uuid.UUID, head: Head | None, now: float) -> None:
+        """The next one's turn comes when the head has ended; if a retry of it is to come, not before that."""
+        if head is None:
+            del self.paced[endpoint_id]
+        elif head.overdue < 0:
+            self.paced[endpoint_id].ask_at = now + min(-head.overdue, TURN_PAUSE)
+
+
+def _may_go(head: Head, allowed: Allowance) -> bool:
+    return head.is_pending and allowed.requests > 0 and head.overdue >= allowed.overdue
+
+
+class _Page(NamedTuple):
+    """What was claimed of a page, how far that came, and whether there is more; `was_free`: something of it could be
+    claimed, were it not that another pump was quicker.
+    """
+
+    rows: list[Claimed]
+    reached: Position
+    more: bool
+    was_free: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """What a step of a claim may take."""
+
+    places: int
+    busy: Mapping[uuid.UUID, int]
+    endpoint_limit: int
+    token: uuid.UUID
+
+    def free(self, endpoint_id: uuid.UUID) -> int:
+        """How many more an endpoint may have in flight here."""
+        return self.endpoint_limit - self.busy.get(endpoint_id, 0)
+
+
+def _last(rows: Iterable[Claimed]) -> dict[uuid.UUID, Position]:
+    """The last position of each endpoint; claimed rows come in no order."""
+    last: dict[uuid.UUID, Position] = {}
+    for row in rows:
+        here = Position(row.due_at, row.id)
+        last[row.endpoint_id] = max(here, last.get(row.endpoint_id, here))
+    return last

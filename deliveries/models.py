@@ -86,6 +86,12 @@ class Delivery(Record):
         TEST = "test", "Test"
         VERIFICATION = "verification", "Verification"
 
+    class Priority(models.IntegerChoices):
+        """Of what is due at once, the lowest goes first."""
+
+        FIRST = 0, "First try"
+        AGAIN = 1, "Retry, or replay in bulk"
+
     event = models.ForeignKey(Event, on_delete=models.CASCADE, related_name="deliveries", db_index=False)
     endpoint = models.ForeignKey(Endpoint, on_delete=models.PROTECT, related_name="+", db_index=False)
     state = models.CharField(max_length=10, choices=State, default=State.PENDING)
@@ -97,6 +103,10 @@ class Delivery(Record):
     )
     created_at = models.DateTimeField(db_default=Now())
     due_at = models.DateTimeField(db_default=Now())
+    priority = models.PositiveSmallIntegerField(
+        choices=Priority, default=Priority.FIRST, db_default=Priority.FIRST.value
+    )
+    turn = models.BigIntegerField(null=True, help_text="Its place in line, at an endpoint that gets events in order.")
     claimed_at = models.DateTimeField(null=True)
     claim_token = models.UUIDField(null=True)
     lease_until = models.DateTimeField(null=True)
@@ -121,9 +131,17 @@ class Delivery(Record):
         verbose_name_plural = "deliveries"
         indexes = [
             # The claim from a remembered position (deliveries.querysets.CLAIM).
-            models.Index(fields=["due_at", "id"], condition=PENDING, name="delivery_due"),
+            models.Index(fields=["priority", "due_at", "id"], condition=PENDING, name="delivery_due_by_priority"),
             # The claim for one endpoint that has more due than it may have in flight (CLAIM_LAGGING).
-            models.Index(fields=["endpoint", "due_at", "id"], condition=PENDING, name="delivery_due_of_endpoint"),
+            models.Index(
+                fields=["endpoint", "priority", "due_at", "id"], condition=PENDING, name="delivery_due_at_endpoint"
+            ),
+            # Whose turn it is at an endpoint that gets events in order (HEADS).
+            models.Index(
+                fields=["endpoint", "turn", "id"],
+                condition=models.Q(turn__isnull=False, state__in=["pending", "sending"]),
+                name="delivery_turn",
+            ),
             # Leases that ran out (DeliveryQuerySet.lost).
             models.Index(fields=["lease_until"], condition=models.Q(state="sending"), name="delivery_lease"),
             # An endpoint's deliveries, newest first, and all of one state for release and bulk replay.

@@ -38,6 +38,7 @@ NOT_SENT = ("accept:", "expect:")  # what libcurl would add by itself
 
 POLL_SECONDS = 0.25  # how late work without a wake-up may be found
 BATCH_ROWS = 250  # most rows of one claim or record: a few milliseconds of the database's time
+ENDPOINT_SHARE = 0.25  # of the places that are free, what one endpoint may have
 GATHER_SECONDS = 0.005  # how long due rows and results gather into batches while requests are in flight
 RECLAIM_SECONDS = 5.0  # between looks for leases that ran out
 
@@ -53,18 +54,19 @@ class Pump:
         self._drain_seconds = drain_seconds
         self._lease = timedelta(seconds=settings.LEASE_SECONDS)
         self._listener = Listener(settings.REDIS_URL)
-        self._claimer = Claimer(
-            endpoint_limit=settings.PUMP_ENDPOINT_IN_FLIGHT, page_rows=BATCH_ROWS, lease=self._lease
-        )
+        self._lines = [
+            _Line(Claimer(priority=priority, page_rows=BATCH_ROWS, lease=self._lease), most)
+            for priority, most in ((Delivery.Priority.FIRST, 0.9), (Delivery.Priority.AGAIN, 0.5))
+        ]
         self._transport = transport or Transport(
             rule=settings.ADDRESS_RULE, ca_bundle=settings.CA_BUNDLE, max_connections=2 * settings.PUMP_IN_FLIGHT
         )
         self._transport.watch(self._listener.fd)
-        self._claims: dict[uuid.UUID, uuid.UUID] = {}  # delivery -> claim token, of what is not recorded yet
+        self._claims: dict[uuid.UUID, tuple[uuid.UUID, _Line]] = {}  # delivery -> claim token, of what is not recorded
         self._busy: Counter[uuid.UUID] = Counter()  # endpoint -> how many of these
         self._results: list[Result] = []
         self._results_since = 0.0
-        self._claim_at = self._claimed_at = self._renew_at = self._reclaim_at = 0.0
+        self._renew_at = self._reclaim_at = self._away_until = 0.0
 
     @property
     def hears_wake_ups(self) -> bool:
@@ -89,7 +91,7 @@ class Pump:
                 if deadline is not None and not (self._claims and time.monotonic() < deadline):
                     break
                 try:
-                    if not settled:
+                    if not settled and time.monotonic() >= self._away_until:
                         settle_planner()
                         settled = True
                     self._turn(stopping=deadline is not None)
@@ -97,53 +99,65 @@ class Pump:
                     logger.error("the database is away, trying again in a second: %s", error)
                     connection.close()
                     settled = False
-                    time.sleep(1.0)
+                    self._away_until = time.monotonic() + 1.0
         finally:
             self._transport.close()
             self._listener.close()
 
     def _turn(self, *, stopping: bool) -> None:
         now = time.monotonic()
-        if not stopping:
+        is_there = now >= self._away_until
+        if is_there and not stopping:
             if now >= self._reclaim_at:
                 self._reclaim_at = now + RECLAIM_SECONDS
                 reclaim_lost()
-            if now >= self._claim_at:
-                self._claim(now)
-        if now >= self._renew_at:
+            for line in self._lines:
+                if now >= line.claim_at:
+                    self._claim(line, now)
+        if is_there and now >= self._renew_at:
             self._renew_at = now + settings.LEASE_SECONDS / 3
             if self._claims:
-                Delivery.objects.all().renew(self._claims, self._lease)
-        patience = POLL_SECONDS if stopping else max(0.0, self._claim_at - now)
+                Delivery.objects.all().renew({key: token for key, (token, _) in self._claims.items()}, self._lease)
+        self._wait(now, POLL_SECONDS if stopping or not is_there else min(line.claim_at for line in self._lines) - now)
+        if is_there:
+            self._record()
+
+    def _wait(self, now: float, patience: float) -> None:
+        """Moves what is in flight on, until something has to be done here."""
+        patience = max(0.0, patience)
         for outcome in self._transport.wait(min(patience, GATHER_SECONDS) if self._results else patience):
             self._finish(outcome)
         if self._transport.woken:
             self._listener.drain()
-            self._claim_soon()
+            self._claim_soon(self._lines[0])
         if self._listener.fd is None:
             self._transport.watch(None)  # at once: the next socket may get the number of the one that is lost
             if self._listener.reconnect():
                 self._transport.watch(self._listener.fd)
-        self._record()
 
     # --- Claim
 
-    def _claim_soon(self) -> None:
+    def _claim_soon(self, line: "_Line") -> None:
         gap = GATHER_SECONDS if self._transport.in_flight else 0.0
-        self._claim_at = min(self._claim_at, self._claimed_at + gap)
+        line.claim_at = min(line.claim_at, line.claimed_at + gap)
 
-    def _claim(self, now: float) -> None:
-        room = settings.PUMP_IN_FLIGHT - len(self._claims)
-        self._claimed_at, self._claim_at = now, now + POLL_SECONDS
-        if room <= 0:
+    def _claim(self, line: "_Line", now: float) -> None:
+        free = settings.PUMP_IN_FLIGHT - len(self._claims)
+        room = min(free, max(1, int(settings.PUMP_IN_FLIGHT * line.most)) - line.in_flight)
+        line.claimed_at, line.claim_at, line.is_full = now, now + POLL_SECONDS, room <= 0
+        if line.is_full:
             return
-        token, rows = self._claimer.claim(room, self._busy)
+        # The fewer places are free, the fewer of them one endpoint may have: however many hang, some are left.
+        endpoint_limit = max(1, min(settings.PUMP_ENDPOINT_IN_FLIGHT, int(free * ENDPOINT_SHARE)))
+        token, rows = line.claimer.claim(room, self._busy, endpoint_limit=endpoint_limit)
+        line.in_flight += len(rows)
         for row in rows:
-            self._claims[row.id] = token
+            self._claims[row.id] = (token, line)
             self._busy[row.endpoint_id] += 1
             self._send(row, token)
-        if self._claimer.more:
-            self._claim_soon()
+        line.claim_at = max(now + GATHER_SECONDS, min(line.claim_at, line.claimer.ask_at))
+        if line.claimer.more:
+            self._claim_soon(line)
 
     # --- Send
 
@@ -156,6 +170,7 @@ class Pump:
             id=uuid7(),
             number=row.attempts_made + 1,
             url=row.url,
+            is_failing=row.is_failing,
         )
         contract = contract_of(row.contract)
         trial = _Trial(result, contract or STANDARD, row.first_attempt_at)
@@ -234,8 +249,9 @@ class Pump:
         self._busy[endpoint_id] -= 1
         if self._busy[endpoint_id] <= 0:
             del self._busy[endpoint_id]
-        if endpoint_id in self._claimer.lagging:
-            self._claim_soon()
+        for line in self._lines:
+            if endpoint_id in line.claimer.lagging:
+                self._claim_soon(line)
 
     def _record(self) -> None:
         """Writes the results that have gathered, once they are a batch, or have waited, or nothing else is to come."""
@@ -247,9 +263,28 @@ class Pump:
             return
         record_results(self._results)
         for result in self._results:
-            self._claims.pop(result.delivery_id, None)
+            if claim := self._claims.pop(result.delivery_id, None):
+                claim[1].in_flight -= 1
+        endpoints = {result.endpoint_id for result in self._results}
+        for line in self._lines:
+            if line.claimer.freed(endpoints) or line.is_full:
+                self._claim_soon(line)
         self.recorded += len(self._results)
         self._results = []
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """Deliveries of one priority. They may have a share `most` of the places: retries leave some for first tries
+    however long they take, and first tries a few for retries.
+    """
+
+    claimer: Claimer
+    most: float
+    in_flight: int = 0
+    claim_at: float = 0.0
+    claimed_at: float = 0.0
+    is_full: bool = False
 
 
 @dataclass(slots=True)

@@ -41,12 +41,14 @@ WITH input AS (
     SELECT id, tenant_id, type, payload, content_type, key, caller_key, metadata::jsonb, state, projection
     FROM input WHERE NOT EXISTS (SELECT FROM unknown WHERE unknown.id = input.id)
     ON CONFLICT (tenant_id, caller_key) WHERE caller_key IS NOT NULL DO NOTHING
-    RETURNING id
+    RETURNING id, sequence
 ), fan_out AS (
     INSERT INTO deliveries_delivery (
-        id, event_id, endpoint_id, contract, trigger, attempts_made, credits, state, last_error, outcome, finished_at
+        id, event_id, endpoint_id, contract, trigger, attempts_made, turn, credits, state, last_error, outcome,
+        finished_at
     )
     SELECT hub_uuid7(), input.id, endpoint.id, coalesce(contract.key, endpoint.contract), 'automatic', 0,
+           CASE WHEN endpoint.ordered THEN stored.sequence END,
            CASE WHEN input.destination IS NULL THEN 0 ELSE coalesce(contract.credits, 0) END,
            CASE WHEN fate.is_active THEN 'pending' WHEN fate.is_dead THEN 'dead' ELSE 'held' END,
            CASE WHEN NOT fate.is_dead THEN ''
@@ -89,7 +91,8 @@ _CLAIMED_ROWS = """
 SELECT claimed.due_at, claimed.id, claimed.endpoint_id, claimed.attempts_made, claimed.event_id,
        claimed.first_attempt_at, event.payload, event.content_type, endpoint.url, claimed.contract,
        CASE WHEN tenant.webhooks_enabled THEN endpoint.status ELSE 'off' END, secrets.sealed,
-       event.tenant_id, event.type, event.accepted_at, event.sequence, event.key, event.projection
+       event.tenant_id, event.type, event.accepted_at, event.sequence, event.key, event.projection,
+       endpoint.failures_in_a_row > 0 OR endpoint.probe_at IS NOT NULL
 FROM claimed
 JOIN deliveries_event event ON event.id = claimed.event_id
 JOIN endpoints_endpoint endpoint ON endpoint.id = claimed.endpoint_id
@@ -101,13 +104,20 @@ CROSS JOIN LATERAL (
 """
 
 # The next page of due deliveries after a remembered position. Of each endpoint at most its free slots are claimed, and
-# `room` in all. The page itself comes back too (rows without an event), so that the caller knows where it stands.
+# `room` in all; none of an endpoint with a pace of its own (endpoints.models.PACED). The page itself comes back too
+# (rows without an event), so that the caller knows where it stands.
 CLAIM = f"""
 WITH page AS MATERIALIZED (
-    SELECT id, due_at, endpoint_id, row_number() OVER (PARTITION BY endpoint_id ORDER BY due_at, id) AS rank
+    SELECT id, due_at, endpoint_id, row_number() OVER (PARTITION BY endpoint_id ORDER BY due_at, id) AS rank,
+           EXISTS (
+               SELECT FROM endpoints_endpoint paced WHERE paced.id = due.endpoint_id
+               AND (paced.rate_limit IS NOT NULL OR paced.max_in_flight IS NOT NULL OR paced.ordered
+                    OR paced.probe_at IS NOT NULL OR paced.recovered_at IS NOT NULL)
+           ) AS is_paced
     FROM (
         SELECT id, due_at, endpoint_id FROM deliveries_delivery
-        WHERE state = 'pending' AND due_at <= now() AND (due_at, id) > (%(after)s, %(after_id)s)
+        WHERE state = 'pending' AND priority = %(priority)s AND due_at <= now()
+          AND (due_at, id) > (%(after)s, %(after_id)s)
         ORDER BY due_at, id LIMIT %(limit)s
     ) due
 ), picked AS (
@@ -115,32 +125,58 @@ WITH page AS MATERIALIZED (
     LEFT JOIN unnest(%(busy)s::uuid[], %(free)s::int[]) AS slots (endpoint_id, free)
       ON slots.endpoint_id = page.endpoint_id
     JOIN deliveries_delivery delivery ON delivery.id = page.id
-    WHERE page.rank <= coalesce(slots.free, %(endpoint_limit)s) AND delivery.state = 'pending'
+    WHERE NOT page.is_paced AND page.rank <= coalesce(slots.free, %(endpoint_limit)s) AND delivery.state = 'pending'
     ORDER BY page.due_at, page.id LIMIT %(room)s
     FOR UPDATE OF delivery SKIP LOCKED
 ), {_CLAIMED}
 {_CLAIMED_ROWS}
 UNION ALL (
     SELECT due_at, id, endpoint_id, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-           NULL
+           NULL, is_paced
     FROM page ORDER BY due_at, id
 )
 """
 
-# The next due deliveries of endpoints that have more of them than may be in flight, each from its own position.
+# The next due deliveries of endpoints that have more of them than may be in flight, each from its own position, and
+# only those that have been due for as long as is asked.
 CLAIM_LAGGING = f"""
 WITH picked AS (
     SELECT due.id
-    FROM unnest(%(endpoint)s::uuid[], %(after)s::timestamptz[], %(after_id)s::uuid[], %(free)s::int[])
-      AS lagging (endpoint_id, after, after_id, free)
+    FROM unnest(%(endpoint)s::uuid[], %(after)s::timestamptz[], %(after_id)s::uuid[], %(free)s::int[],
+                %(overdue)s::float8[]) AS lagging (endpoint_id, after, after_id, free, overdue)
     CROSS JOIN LATERAL (
         SELECT id FROM deliveries_delivery
-        WHERE state = 'pending' AND endpoint_id = lagging.endpoint_id AND due_at <= now()
+        WHERE state = 'pending' AND endpoint_id = lagging.endpoint_id AND priority = %(priority)s
+          AND due_at <= now() - lagging.overdue * interval '1 second'
           AND (due_at, id) > (lagging.after, lagging.after_id)
         ORDER BY due_at, id LIMIT lagging.free FOR UPDATE SKIP LOCKED
     ) due
 ), {_CLAIMED}
 {_CLAIMED_ROWS}
+"""
+
+# Whose turn it is at each of these endpoints that get events in order, and for how long (seconds) it has been due.
+HEADS = """
+SELECT asked.endpoint_id, head.id, head.state = 'pending', extract(epoch FROM now() - head.due_at)::float8
+FROM unnest(%(endpoint)s::uuid[]) AS asked (endpoint_id)
+CROSS JOIN LATERAL (
+    SELECT id, state, due_at FROM deliveries_delivery
+    WHERE endpoint_id = asked.endpoint_id AND turn IS NOT NULL AND state IN ('pending', 'sending')
+    ORDER BY turn, id LIMIT 1
+) head
+"""
+
+CLAIM_THESE = f"""
+WITH picked AS (
+    SELECT id FROM deliveries_delivery WHERE id = ANY(%(ids)s) AND state = 'pending' FOR UPDATE SKIP LOCKED
+), {_CLAIMED}
+{_CLAIMED_ROWS}
+"""
+
+IN_FLIGHT = """
+SELECT asked.endpoint_id, count(delivery.id)::int FROM unnest(%(endpoint)s::uuid[]) AS asked (endpoint_id)
+JOIN deliveries_delivery delivery ON delivery.endpoint_id = asked.endpoint_id AND delivery.state = 'sending'
+GROUP BY 1
 """
 
 # Results of attempts, each only while its claim still stands: a pump that lost its lease writes nothing. A retry for an
@@ -169,6 +205,7 @@ WITH result AS (
     UPDATE deliveries_delivery delivery
     SET state = next,
         due_at = CASE next WHEN 'pending' THEN now() + result.wait * interval '1 second' ELSE delivery.due_at END,
+        priority = CASE WHEN attempted THEN 1 ELSE delivery.priority END,
         finished_at = CASE WHEN next IN ('delivered', 'dead') THEN now() END,
         claim_token = NULL, lease_until = NULL,
         first_attempt_at = coalesce(delivery.first_attempt_at, CASE WHEN attempted THEN result.started_at END),
@@ -233,14 +270,25 @@ class Claimed(NamedTuple):
     sequence: int
     key: uuid.UUID
     projection: bytes | None
+    is_failing: bool  # its endpoint
 
 
 class Seen(NamedTuple):
-    """A due delivery that a claim looked at, claimed or not."""
+    """A due delivery that a claim looked at, claimed or not. `is_paced`: its endpoint has a pace of its own."""
 
     due_at: datetime
     id: uuid.UUID
     endpoint_id: uuid.UUID
+    is_paced: bool
+
+
+class Head(NamedTuple):
+    """The delivery whose turn it is at an endpoint that gets events in order."""
+
+    endpoint_id: uuid.UUID
+    id: uuid.UUID
+    is_pending: bool
+    overdue: float
 
 
 class Result(msgspec.Struct):
@@ -260,6 +308,7 @@ class Result(msgspec.Struct):
     last_error: str = ""
     gone: bool = False
     disable_after: int | None = None
+    is_failing: bool = False  # the endpoint, when it was claimed
     wait: float = 0.0
     attempted: bool = True
     id: uuid.UUID | None = None
@@ -284,11 +333,14 @@ class Result(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Lagging:
-    """An endpoint with more due than it may have in flight: where it stands, and how many more it may have now."""
+    """An endpoint with more due than it may have in flight: where it stands, and how many more it may have now, of
+    those overdue by so many seconds.
+    """
 
     endpoint_id: uuid.UUID
     after: Position
     free: int
+    overdue: float = 0.0
 
 
 class EventQuerySet(models.QuerySet["Event"]):
@@ -318,6 +370,7 @@ class DeliveryQuerySet(models.QuerySet["Delivery"]):
     def claim(
         self,
         *,
+        priority: int,
         after: Position,
         limit: int,
         room: int,
@@ -326,12 +379,13 @@ class DeliveryQuerySet(models.QuerySet["Delivery"]):
         token: uuid.UUID,
         lease: timedelta,
     ) -> tuple[list[Claimed], list[Seen]]:
-        """Claims of the next `limit` due deliveries after a position up to `room`, and of each endpoint no more than
-        `free` says, or `endpoint_limit` where it says nothing.
+        """Claims of the next `limit` due deliveries of a priority after a position up to `room`, and of each endpoint
+        no more than `free` says, or `endpoint_limit` where it says nothing.
 
         Returns what it claimed, and the page it looked at, in order.
         """
         params = {
+            "priority": priority,
             "after": after.due_at,
             "after_id": after.id,
             "limit": limit,
@@ -344,19 +398,35 @@ class DeliveryQuerySet(models.QuerySet["Delivery"]):
         }
         rows = run(self.db, CLAIM, params)
         claimed = [Claimed(*row) for row in rows if row[4] is not None]
-        return claimed, [Seen(*row[:3]) for row in rows if row[4] is None]
+        return claimed, [Seen(row[0], row[1], row[2], row[-1]) for row in rows if row[4] is None]
 
-    def claim_lagging(self, lagging: Sequence[Lagging], *, token: uuid.UUID, lease: timedelta) -> list[Claimed]:
+    def claim_lagging(
+        self, lagging: Sequence[Lagging], *, priority: int, token: uuid.UUID, lease: timedelta
+    ) -> list[Claimed]:
         """Claims the next due deliveries of each of these endpoints, as many as it has free slots."""
         params = {
             "endpoint": [one.endpoint_id for one in lagging],
             "after": [one.after.due_at for one in lagging],
             "after_id": [one.after.id for one in lagging],
             "free": [one.free for one in lagging],
+            "overdue": [one.overdue for one in lagging],
+            "priority": priority,
             "token": token,
             "lease": lease,
         }
         return [Claimed(*row) for row in run(self.db, CLAIM_LAGGING, params)]
+
+    def claim_these(self, ids: Sequence[uuid.UUID], *, token: uuid.UUID, lease: timedelta) -> list[Claimed]:
+        """Claims these, as far as they wait."""
+        return [Claimed(*row) for row in run(self.db, CLAIM_THESE, {"ids": list(ids), "token": token, "lease": lease})]
+
+    def heads(self, endpoints: Iterable[uuid.UUID]) -> list[Head]:
+        """Whose turn it is at each of these endpoints, as far as anything waits for one."""
+        return [Head(*row) for row in run(self.db, HEADS, {"endpoint": list(endpoints)})]
+
+    def in_flight(self, endpoints: Iterable[uuid.UUID]) -> dict[uuid.UUID, int]:
+        """How many requests each of these endpoints has in all workers."""
+        return dict(run(self.db, IN_FLIGHT, {"endpoint": list(endpoints)}))
 
     def record(self, results: Sequence[Result]) -> dict[uuid.UUID, str]:
         """Writes results and their attempts. Returns the deliveries whose claim still stood, with their triggers."""

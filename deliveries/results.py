@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import datetime
@@ -93,6 +94,24 @@ def record_results(results: Sequence[Result]) -> None:
             stood = _record([msgspec.structs.replace(results[0], **dead)])
     if stood < len(results):
         logger.warning("%d results dropped: their leases had run out", len(results) - stood)
+    _note_health(results)
+
+
+def _note_health(results: Sequence[Result]) -> None:
+    """What these say of the health of their endpoints, and so of the pace at which they get more.
+
+    An attempt that never reached the network says nothing; an arrival is of interest after failures alone.
+    """
+    said = [one for one in results if one.attempted and one.total_us is not None]
+    arrived = {one.endpoint_id for one in said if one.is_failing and one.state == Delivery.State.DELIVERED}
+    failed = Counter(one.endpoint_id for one in said if one.state != Delivery.State.DELIVERED)
+    if not (arrived or failed):
+        return
+    with transaction.atomic():
+        Endpoint.objects.save_paces(
+            (one, one.pace.after_results(one.moment, arrived=one.pk in arrived, failed=failed[one.pk]))
+            for one in Endpoint.objects.locked_for_pace({*arrived, *failed}, wait=True)
+        )
 
 
 def _record(results: Sequence[Result]) -> int:

@@ -187,6 +187,7 @@ _FIELDS: dict[str, Callable[[Any, str], Any]] = {
     "terminal": _statuses,
     "disable_on": _statuses,
     "deadline": lambda value, key: float(_number(value, key, least=1, most=15)),  # a lease outlives it
+    "patience": lambda value, key: _number(value, key, most=3_600),
     "read_bytes": lambda value, key: _number(value, key, most=MAX_BODY_BYTES),
     "signature": _one_of(SIGNATURES),
     "keep_bytes": lambda value, key: _number(value, key, most=MAX_BODY_BYTES),

@@ -78,7 +78,8 @@ class Contract:
     start of the first one (then one that has passed comes `overdue` milliseconds after the end of the attempt).
     Numbers are drawn from `delivery:k`, k = attempts made + `draw_offset`. `terminal` statuses and `terminal_errors`
     end a delivery at once; those of `disable_on` its endpoint too, and so do `disable_after` dead deliveries in a row.
-    Deadline and windows are in seconds, sizes in bytes; the replay window counts from the end of a delivery, or from
+    While its endpoint only fails, an attempt that is due may wait for `patience` seconds. Deadline and windows are in
+    seconds, sizes in bytes; the replay window counts from the end of a delivery, or from
     the event with `replay_from_event`.
 
     `signature` names the scheme (`endpoints.signing.SCHEMES`) whose headers go with every request, `headers` the lines
@@ -102,6 +103,7 @@ class Contract:
     disable_on: frozenset[int] = frozenset()
     disable_after: int | None = None
     deadline: float = 15.0
+    patience: int = 0
     read_bytes: int = 65_536
     keep_bytes: int = 4_096
     replay_window: int | None = None
@@ -281,6 +283,7 @@ STANDARD = Contract(
     ),
     retry_after=RetryAfter(frozenset({429, 503}), least=0, most=DAY, late=10),
     disable_on=frozenset({410}),
+    patience=60,
 )
 
 _SWITCHED_OFF = frozenset({"endpoint_inactive", "endpoint_deleted", "webhooks_not_enabled"})
@@ -342,6 +345,7 @@ KINGMINOS = Contract(
     terminal_errors=_SWITCHED_OFF | {"blocked_address"},
     disable_after=20,
     deadline=10.0,
+    patience=120,  # "each can land up to about 2 minutes later"
     signature="kingminos",
     headers=("kingminos-delivery-id: {delivery}", *STANDARD.headers),
     event_prefix="kmevt",

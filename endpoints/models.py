@@ -1,19 +1,21 @@
 """What we know about destinations, and who may send."""
 
+from datetime import datetime
 from typing import ClassVar
 
 from django.conf import settings
 from django.contrib.postgres.fields import ArrayField
 from django.core.exceptions import ValidationError
-from django.core.validators import RegexValidator
+from django.core.validators import MaxValueValidator, MinValueValidator, RegexValidator
 from django.db import models
 from django.db.models.functions import Now
 
 from endpoints.catalogues import subscriptions
 from endpoints.conditions import ConditionError, compile_condition
 from endpoints.contracts import CONTRACTS, Contract, WhenInactive
+from endpoints.pace import Pace
 from endpoints.projection import check_schema
-from endpoints.querysets import ApiKeyQuerySet, EndpointSecretQuerySet
+from endpoints.querysets import PACE, ApiKeyQuerySet, EndpointQuerySet, EndpointSecretQuerySet
 from webhookhub.ids import typeid, uuid7
 
 # An event type: dot-separated words of letters, digits, `_` and `-`.
@@ -179,6 +181,15 @@ def contract_choices() -> list[tuple[str, str]]:
     return [(contract.name, contract.title) for contract in CONTRACTS.values()]
 
 
+PACED = (
+    models.Q(rate_limit__isnull=False)
+    | models.Q(max_in_flight__isnull=False)
+    | models.Q(ordered=True)
+    | models.Q(probe_at__isnull=False)
+    | models.Q(recovered_at__isnull=False)
+)
+
+
 class Endpoint(Record):
     """A URL of a tenant to which events are delivered, under a contract."""
 
@@ -207,12 +218,48 @@ class Endpoint(Record):
     dead_in_a_row = models.PositiveIntegerField(
         default=0, db_default=0, editable=False, help_text="Deliveries that died since the last one that arrived."
     )
+    rate_limit = models.FloatField(
+        null=True,
+        blank=True,
+        validators=[MinValueValidator(0.01), MaxValueValidator(10_000)],
+        help_text="Requests per second at most, over all workers; empty for no limit.",
+    )
+    max_in_flight = models.PositiveIntegerField(
+        null=True,
+        blank=True,
+        validators=[MinValueValidator(1), MaxValueValidator(10_000)],
+        help_text="Requests at one time at most, over all workers; empty for as many as the workers allow.",
+    )
+    ordered = models.BooleanField(
+        default=False,
+        db_default=False,
+        help_text="One event at a time, in the order of acceptance: each waits until the one before has ended.",
+    )
+    # How it does, and what that means for its pace (endpoints.pace).
+    next_slot_at = models.DateTimeField(null=True, editable=False, help_text="When the rate allows the next request.")
+    failures_in_a_row = models.PositiveIntegerField(
+        default=0, db_default=0, editable=False, help_text="Attempts that failed since the last one that arrived."
+    )
+    failing_since = models.DateTimeField(null=True, editable=False)
+    probe_at = models.DateTimeField(
+        null=True, editable=False, help_text="Its circuit is open: when it is probed next with a single request."
+    )
+    probes = models.PositiveSmallIntegerField(default=0, db_default=0, editable=False)
+    recovered_at = models.DateTimeField(
+        null=True, editable=False, help_text="When a request arrived while its circuit was open."
+    )
     created_at = models.DateTimeField(db_default=Now(), editable=False)
+
+    moment: datetime  # of EndpointQuerySet.locked_for_pace
+
+    objects = EndpointQuerySet.as_manager()
 
     class Meta:
         indexes = [
             # The fan-out: endpoints of a tenant (deliveries.querysets.STORE_EVENTS).
             models.Index(fields=["tenant", "status"], name="endpoint_fan_out"),
+            # Those whose pace a claim has to ask for (deliveries.querysets.CLAIM).
+            models.Index(fields=["id"], condition=PACED, name="endpoint_paced"),
         ]
         constraints = [
             # An empty list would mean "all" to one reader and "none" to another.
@@ -239,6 +286,26 @@ class Endpoint(Record):
         """Whether its contract sends nothing before a challenge has been confirmed."""
         contract = CONTRACTS.get(self.contract)
         return contract is not None and contract.challenge
+
+    @property
+    def pace(self) -> Pace:
+        """At which pace it gets requests."""
+        contract = CONTRACTS.get(self.contract)
+        fields = {name: getattr(self, name) for name in PACE}
+        return Pace(patience=contract.patience if contract else 0, **fields)
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether a claim has to ask for its pace; the same as PACED."""
+        limited = self.rate_limit is not None or self.max_in_flight is not None or self.ordered
+        return limited or self.probe_at is not None or self.recovered_at is not None
+
+    @property
+    def health(self) -> str:
+        """How it does: `healthy`, `failing` since the last arrival, or `open`: it only fails, and is probed."""
+        if self.probe_at:
+            return "open"
+        return "failing" if self.failures_in_a_row or self.recovered_at else "healthy"
 
     def clean(self) -> None:
         """Checks the URL by the address rule, as far as that goes without looking the name up, and by the contract."""

@@ -5,6 +5,7 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -24,7 +25,6 @@ from webhookhub.database import settle_planner
 pytestmark = pytest.mark.django_db(transaction=True)
 
 LEASE = timedelta(minutes=1)
-SECOND = timedelta(seconds=1)
 
 
 @pytest.fixture
@@ -55,12 +55,23 @@ def endpoints(tenant) -> list[Endpoint]:
     return Endpoint.objects.bulk_create(Endpoint(tenant=tenant, name=str(n), url="http://x") for n in range(10))
 
 
-def make_claimer(endpoint_limit: int = 10_000, page_rows: int = 250) -> Claimer:
-    return Claimer(endpoint_limit=endpoint_limit, page_rows=page_rows, lease=LEASE)
+@dataclass
+class Limited:
+    """A claimer with a limit for each endpoint."""
+
+    claimer: Claimer
+    limit: int
+
+    def __getattr__(self, name: str):
+        return getattr(self.claimer, name)
 
 
-def claim(claimer: Claimer, room: int = 500, busy: Counter[uuid.UUID] | None = None) -> list[Claimed]:
-    return claimer.claim(room, busy or Counter())[1]
+def make_claimer(endpoint_limit: int = 10_000, page_rows: int = 250, priority: int = 0) -> Limited:
+    return Limited(Claimer(priority=priority, page_rows=page_rows, lease=LEASE), endpoint_limit)
+
+
+def claim(limited: Limited, room: int = 500, busy: Counter[uuid.UUID] | None = None) -> list[Claimed]:
+    return limited.claimer.claim(room, busy or Counter(), endpoint_limit=limited.limit)[1]
 
 
 def claim_all(claimer: Claimer, room: int = 500) -> list[Claimed]:
@@ -87,7 +98,7 @@ def in_order(ids: Sequence[uuid.UUID]) -> list[uuid.UUID]:
 def test_a_claim_takes_what_is_due_longest_and_marks_it(endpoints, add):
     ids = in_order(add(endpoints[0], 20, step=1) + add(endpoints[1], 20, step=1))
 
-    token, rows = make_claimer().claim(15, Counter())
+    token, rows = make_claimer().claim(15, Counter(), endpoint_limit=100)
 
     assert {row.id for row in rows} == set(ids[:15])
     sending = Delivery.objects.filter(state="sending", claim_token=token, lease_until__gt=Now(), claimed_at__lte=Now())
@@ -212,7 +223,7 @@ def test_lagging_endpoints_take_turns(endpoints, add):
 def test_backlogs_that_could_fill_all_room_do_not_starve_another_endpoint(endpoints, add, monkeypatch):
     """Six endpoints are known to have more due than there is room for; then a seventh has one delivery."""
     # No sweep of every second, which a slow machine would meet in other steps than a quick one.
-    monkeypatch.setattr(claiming, "SWEEPS", ((0.0, timedelta(milliseconds=100)),))
+    monkeypatch.setattr(claiming, "OVERLAPS", ((0.0, timedelta(milliseconds=100)),))
     for endpoint in endpoints[:6]:
         add(endpoint, 200)
     claimer, busy, in_flight = make_claimer(endpoint_limit=10), Counter(), []
@@ -327,7 +338,7 @@ def test_two_claimers_at_once_share_the_rows_and_no_row_goes_to_both(endpoints, 
 
 
 def test_a_row_that_another_has_locked_is_passed_over_and_found_later(endpoints, add, monkeypatch):
-    monkeypatch.setattr(claiming, "SWEEPS", ((0.0, timedelta()), (0.0, claiming.EVER)))
+    monkeypatch.setattr(claiming, "SWEEP_SECONDS", 0.0)
     ids = add(endpoints[0], 3)
     locked, release = threading.Event(), threading.Event()
 
@@ -357,14 +368,16 @@ def test_a_row_that_another_has_locked_is_passed_over_and_found_later(endpoints,
 
 
 @pytest.mark.parametrize(
-    ("sweeps", "ago"),
-    [
-        pytest.param(((0.0, timedelta(milliseconds=100)), (0.05, 5 * SECOND), (600.0, claiming.EVER)), 2, id="short"),
-        pytest.param(((0.0, timedelta(milliseconds=100)), (600.0, 5 * SECOND), (0.05, claiming.EVER)), 60, id="long"),
-    ],
+    ("overlap_seconds", "sweep_seconds", "ago"),
+    [pytest.param(0.05, 600.0, 2, id="short"), pytest.param(600.0, 0.05, 60, id="long")],
 )
-def test_a_row_committed_late_behind_the_position_is_found_by_a_sweep(endpoints, add, monkeypatch, sweeps, ago):
-    monkeypatch.setattr(claiming, "SWEEPS", sweeps)
+def test_a_row_committed_late_behind_the_position_is_found_by_an_overlap_or_a_sweep(
+    endpoints, add, monkeypatch, overlap_seconds, sweep_seconds, ago
+):
+    monkeypatch.setattr(
+        claiming, "OVERLAPS", ((0.0, timedelta(milliseconds=100)), (overlap_seconds, timedelta(seconds=5)))
+    )
+    monkeypatch.setattr(claiming, "SWEEP_SECONDS", sweep_seconds)
     now = 100.0
     monkeypatch.setattr(claiming.time, "monotonic", lambda: now)
     add(endpoints[0], 5, ago=0)
@@ -393,7 +406,7 @@ def test_a_row_committed_a_moment_late_is_found_by_the_next_claim(endpoints, add
 def test_a_row_committed_late_for_a_lagging_endpoint_does_not_wait_for_the_end_of_its_backlog(
     endpoints, add, monkeypatch
 ):
-    monkeypatch.setattr(claiming, "SWEEPS", ((0.0, timedelta()), (0.0, claiming.EVER)))
+    monkeypatch.setattr(claiming, "SWEEP_SECONDS", 0.0)
     add(endpoints[0], 100, step=1)
     claimer = make_claimer(endpoint_limit=5)
     for _ in range(4):
@@ -409,7 +422,7 @@ def test_a_row_committed_late_for_a_lagging_endpoint_does_not_wait_for_the_end_o
 
 
 def test_a_retry_that_becomes_due_is_found_without_a_sweep(endpoints, add, monkeypatch):
-    monkeypatch.setattr(claiming, "SWEEPS", ((0.0, timedelta(milliseconds=100)), (600.0, claiming.EVER)))
+    monkeypatch.setattr(claiming, "OVERLAPS", ((0.0, timedelta(milliseconds=100)),))
     claimer = make_claimer()
     add(endpoints[0], 10)
     claim(claimer)
@@ -455,13 +468,13 @@ def test_a_page_is_read_from_the_index_from_its_position_on(endpoints, add):
     settle_planner()
     with connection.cursor() as cursor:
         cursor.execute(
-            "EXPLAIN SELECT id, due_at, endpoint_id FROM deliveries_delivery WHERE state = 'pending'"
+            "EXPLAIN SELECT id, due_at, endpoint_id FROM deliveries_delivery WHERE state = 'pending' AND priority = 0"
             " AND due_at <= now() AND (due_at, id) > (now() - interval '1 hour', %s) ORDER BY due_at, id LIMIT 250",
             [uuid.UUID(int=0)],
         )
         plan = "\n".join(row[0] for row in cursor.fetchall())
 
-    assert "using delivery_due on" in plan
+    assert "using delivery_due_by_priority on" in plan
     assert "ROW(due_at, id) >" in plan.partition("Index Cond")[2]
     assert "Sort" not in plan
 

@@ -28,6 +28,7 @@ def contracts_table(contracts: list[Contract]) -> str:
         ("ends at once", [_statuses(one.terminal) for one in contracts]),
         ("disables the endpoint", [_disables(one) for one in contracts]),
         ("a delivery that does not arrive is", [_ends(one) for one in contracts]),
+        ("while the endpoint only fails, an attempt waits", [_patience(one) for one in contracts]),
         ("while the endpoint is not active", [_INACTIVE[one.when_inactive] for one in contracts]),
         ("can be sent again", [_replay(one) for one in contracts]),
         ("deadline", [_duration(int(one.deadline * 1000)) for one in contracts]),
@@ -53,6 +54,10 @@ _INACTIVE = {
 
 def _ends(contract: Contract) -> str:
     return ", ".join(dict.fromkeys(f"`{word}`" for _, word in contract.states))
+
+
+def _patience(contract: Contract) -> str:
+    return f"at most {_duration(contract.patience * 1000)}" if contract.patience else "no longer than else"
 
 
 def _replay(contract: Contract) -> str:
