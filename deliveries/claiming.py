@@ -257,7 +257,9 @@ class Claimer:
     def _wait_for_turn(self, endpoint_id: uuid.UUID, head: Head | None, now: float) -> None:
         """The next one's turn comes when the head has ended; if a retry of it is to come, not before that."""
         if head is None:
-            del self.paced[endpoint_id]
+            # What was posted while its line was being drawn up has no turn yet.
+            if not Delivery.objects.all().put_in_order(endpoint_id):
+                del self.paced[endpoint_id]
         elif head.overdue < 0:
             self.paced[endpoint_id].ask_at = now + min(-head.overdue, TURN_PAUSE)
 

@@ -175,6 +175,7 @@ def _send(
         event.projection = within_limits(kind, event.pk, payload)
     event.save(force_insert=True)
     [key] = keep_contracts([contract])
-    delivery = Delivery.objects.create(event=event, endpoint=endpoint, contract=key, trigger=trigger)
+    turn = 0 if endpoint.ordered else None  # before all that waits there
+    delivery = Delivery.objects.create(event=event, endpoint=endpoint, contract=key, trigger=trigger, turn=turn)
     announce_on_commit()
     return delivery

@@ -125,6 +125,8 @@ class Delivery(Record):
         null=True, help_text="When what this replays had ended at first: windows for replays count from there."
     )
 
+    interruptions: int  # of DeliveryQuerySet.lost
+
     objects = DeliveryQuerySet.as_manager()
 
     class Meta:
@@ -165,7 +167,10 @@ class Delivery(Record):
                 name="delivery_lease_while_sending",
             ),
         ]
-        permissions = [("replay_delivery", "Can send deliveries again")]
+        permissions = [
+            ("replay_delivery", "Can send deliveries again"),
+            ("cancel_delivery", "Can give up deliveries that wait"),
+        ]
 
 
 class Attempt(Record):

@@ -279,7 +279,7 @@ def _fan_out_late(event: Event, kind: EventType) -> None:
     else:
         endpoints = endpoints.filter(event_types__overlap=pattern_list(event.type))
     Delivery.objects.bulk_create(
-        Delivery(event=event, credits=costs * CONTRACTS[endpoint.contract].credits, **beginning(endpoint))
+        Delivery(credits=costs * CONTRACTS[endpoint.contract].credits, **beginning(endpoint, event))
         for endpoint in endpoints.select_related("tenant")
         if is_active(endpoint) or endpoint.when_inactive != "skip"
     )

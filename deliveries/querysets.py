@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import msgspec
 from django.db import models
-from django.db.models.functions import Now
+from django.db.models.functions import Coalesce, Now
 
 from webhookhub.database import run
 
@@ -309,6 +309,7 @@ class Result(msgspec.Struct):
     gone: bool = False
     disable_after: int | None = None
     is_failing: bool = False  # the endpoint, when it was claimed
+    is_failure: bool = False  # of the endpoint
     wait: float = 0.0
     attempted: bool = True
     id: uuid.UUID | None = None
@@ -424,6 +425,13 @@ class DeliveryQuerySet(models.QuerySet["Delivery"]):
         """Whose turn it is at each of these endpoints, as far as anything waits for one."""
         return [Head(*row) for row in run(self.db, HEADS, {"endpoint": list(endpoints)})]
 
+    def put_in_order(self, endpoint_id: uuid.UUID) -> int:
+        """Gives what waits for an endpoint its turn, now that it gets events in order. Returns how many had none."""
+        event: Any = self.model._meta.get_field("event").related_model
+        sequence = event.objects.filter(pk=models.OuterRef("event")).values("sequence")
+        waiting = self.filter(endpoint=endpoint_id, turn=None, state__in=["pending", "sending", "held"])
+        return waiting.update(turn=models.Subquery(sequence))
+
     def in_flight(self, endpoints: Iterable[uuid.UUID]) -> dict[uuid.UUID, int]:
         """How many requests each of these endpoints has in all workers."""
         return dict(run(self.db, IN_FLIGHT, {"endpoint": list(endpoints)}))
@@ -443,9 +451,16 @@ class DeliveryQuerySet(models.QuerySet["Delivery"]):
         return moment
 
     def lost(self, limit: int) -> Self:
-        """Deliveries whose lease ran out, locked, longest first. Their pump is dead or was cut off."""
+        """Deliveries whose lease ran out, locked, longest first. Their pump is dead or was cut off.
+
+        `interruptions` says how many attempts of each have ended so before.
+        """
+        attempts: Any = self.model._meta.get_field("attempts").related_model
+        interrupted = attempts.objects.filter(delivery=models.OuterRef("pk"), error="interrupted")
+        before = interrupted.order_by().values("delivery").annotate(count=models.Count("pk")).values("count")
         return (
             self.filter(state="sending", lease_until__lt=Now())
+            .annotate(interruptions=Coalesce(models.Subquery(before), 0))
             .select_related("endpoint")
             .select_for_update(skip_locked=True, of=("self",))
             .order_by("lease_until")[:limit]

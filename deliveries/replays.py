@@ -36,7 +36,7 @@ def replay_delivery(*, delivery: Delivery, actor: Actor, reason: str = "") -> De
         old = _with_locks(Delivery.objects.filter(pk=delivery.pk)).get()
         check_replayable(old)
         _end_kept([old])
-        new = _again(old, trigger=Delivery.Trigger.MANUAL, **beginning(old.endpoint))
+        new = _again(old, trigger=Delivery.Trigger.MANUAL)
         new.save(force_insert=True)
         record_audit(
             actor=actor,
@@ -53,7 +53,8 @@ def replay_delivery(*, delivery: Delivery, actor: Actor, reason: str = "") -> De
 def _again(old: Delivery, **fields: Any) -> Delivery:
     """A new delivery of what an old one was to bring. To replay prolongs nothing: receivers keep keys no longer."""
     first = old.first_finished_at or old.finished_at
-    return Delivery(event_id=old.event_id, replay_of=old, credits=old.credits, first_finished_at=first, **fields)
+    start = beginning(old.endpoint, old.event)
+    return Delivery(replay_of=old, credits=old.credits, first_finished_at=first, **start, **fields)
 
 
 def _with_locks(deliveries: models.QuerySet[Delivery]) -> models.QuerySet[Delivery]:
@@ -213,10 +214,8 @@ def step_replay_job(job_id: uuid.UUID, limit: int) -> int | None:
         page = list(_with_locks(found).order_by("id")[:limit])
         fit = [old for old in page if _is_replayable(old)]
         _end_kept(fit)
-        start = beginning(job.endpoint)
-        Delivery.objects.bulk_create(
-            _again(old, trigger=Delivery.Trigger.REPLAY, replay_job=job, **start) for old in fit
-        )
+        again = {"trigger": Delivery.Trigger.REPLAY, "replay_job": job, "priority": Delivery.Priority.AGAIN}
+        Delivery.objects.bulk_create(_again(old, **again) for old in fit)
         job.queued += len(fit)
         job.position = page[-1].pk if page else job.position
         job.state = ReplayJob.State.RUNNING if len(page) == limit else ReplayJob.State.COMPLETED

@@ -54,6 +54,8 @@ def judge(contract: Contract, result: Result, *, first_started: datetime, retry_
         result.outcome = contract.state_after(verdict.action)
         result.disable_after = contract.disable_after
     result.gone = verdict.action == "disable"
+    # A receiver that turns one event down may well take the next; one whose answer never came over the network is ours.
+    result.is_failure = verdict.action in ("retry", "exhausted") and result.total_us is not None
     return verdict
 
 
@@ -100,11 +102,10 @@ def record_results(results: Sequence[Result]) -> None:
 def _note_health(results: Sequence[Result]) -> None:
     """What these say of the health of their endpoints, and so of the pace at which they get more.
 
-    An attempt that never reached the network says nothing; an arrival is of interest after failures alone.
+    An arrival is of interest after failures alone.
     """
-    said = [one for one in results if one.attempted and one.total_us is not None]
-    arrived = {one.endpoint_id for one in said if one.is_failing and one.state == Delivery.State.DELIVERED}
-    failed = Counter(one.endpoint_id for one in said if one.state != Delivery.State.DELIVERED)
+    arrived = {one.endpoint_id for one in results if one.is_failing and one.state == Delivery.State.DELIVERED}
+    failed = Counter(one.endpoint_id for one in results if one.is_failure)
     if not (arrived or failed):
         return
     with transaction.atomic():
@@ -176,6 +177,9 @@ def _without_exchange(result: Result) -> Result:
     )
 
 
+MAX_INTERRUPTIONS = 3  # attempts that workers did not survive: what kills them must not do so for ever
+
+
 def reclaim_lost(limit: int = 500) -> int:
     """Takes back deliveries whose lease ran out: the attempt is recorded as `interrupted`, the next one is due now.
 
@@ -201,6 +205,10 @@ def reclaim_lost(limit: int = 500) -> int:
             first_started = delivery.first_attempt_at or delivery.claimed_at or now()
             judge(contract, result, first_started=first_started, retry_after=None)
             result.wait = 0.0
+            if delivery.interruptions + 1 >= MAX_INTERRUPTIONS and result.state == Delivery.State.PENDING:
+                result.state, result.outcome = Delivery.State.DEAD, contract.state_after("exhausted")
+                result.detail = f"Set aside: the worker stopped during {MAX_INTERRUPTIONS} attempts of this delivery."
+                logger.error("%s is set aside: workers stopped during its attempts", delivery.typeid)
             results.append(result)
         if results:
             record_results(results)

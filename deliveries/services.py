@@ -7,7 +7,7 @@ from typing import Any
 from django.db import models, transaction
 from django.db.models.functions import Now
 
-from deliveries.models import Delivery, Verification
+from deliveries.models import Delivery, Event, Verification
 from deliveries.wake import announce
 from endpoints.contracts import CONTRACTS, STANDARD, Contract, last_error
 from endpoints.models import Endpoint, Tenant
@@ -111,6 +111,22 @@ def resume_endpoints(endpoints: models.QuerySet[Endpoint], *, actor: Actor, reas
     return len(changed)
 
 
+def cancel_delivery(*, delivery: Delivery, actor: Actor, reason: str = "") -> bool:
+    """Gives up a delivery that waits: it is discarded, and where events go in order the next one has its turn. False
+    when it waits no longer.
+    """
+    with transaction.atomic():
+        waiting = [Delivery.State.PENDING, Delivery.State.HELD]
+        done = Delivery.objects.filter(pk=delivery.pk, state__in=waiting).update(
+            state=Delivery.State.DISCARDED, finished_at=Now()
+        )
+        if done:
+            tenant = delivery.endpoint.tenant
+            record_audit(actor=actor, action="delivery.cancel", of=delivery, tenant=tenant, reason=reason)
+            announce_on_commit()
+    return bool(done)
+
+
 def is_kept(delivery: Delivery) -> bool:
     """Whether it is on hold for good: its contract keeps it for a replay, and never sends it by itself."""
     return delivery.state == Delivery.State.HELD and delivery.endpoint.when_inactive == "skip"
@@ -151,9 +167,14 @@ def is_active(endpoint: Endpoint) -> bool:
     return endpoint.status == Endpoint.Status.ACTIVE and endpoint.tenant.webhooks_enabled
 
 
-def beginning(endpoint: Endpoint) -> dict[str, Any]:
-    """How a delivery to an endpoint begins today, as the fan-out begins one (querysets.STORE_EVENTS)."""
-    start = {"endpoint": endpoint, "contract": contract_keys().get(endpoint.contract, endpoint.contract)}
+def beginning(endpoint: Endpoint, event: Event) -> dict[str, Any]:
+    """How a delivery of an event to an endpoint begins today, as the fan-out begins one (querysets.STORE_EVENTS)."""
+    start = {
+        "event": event,
+        "endpoint": endpoint,
+        "contract": contract_keys().get(endpoint.contract, endpoint.contract),
+        "turn": event.sequence if endpoint.ordered else None,
+    }
     if is_active(endpoint):
         return start | {"state": Delivery.State.PENDING}
     if endpoint.when_inactive != "dead":

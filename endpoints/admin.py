@@ -218,7 +218,7 @@ class EndpointAdmin(AuditedAdmin):
     `deliveries.admin` adds what concerns deliveries (pause, resume), and registers it.
     """
 
-    list_display = ["name", "tenant", "status", "contract", "url", "created_at"]
+    list_display = ["name", "tenant", "status", "health", "contract", "url", "created_at"]
     list_filter = ["status", "contract"]
     ordering = ["name", "id"]
     search_fields = ["name", "tenant__name"]
@@ -232,15 +232,20 @@ class EndpointAdmin(AuditedAdmin):
         "url",
         "contract",
         "event_types",
+        "rate_limit",
+        "max_in_flight",
+        "ordered",
         "status",
         "status_reason",
         "status_at",
+        "shown_health",
         "verified_at",
         "dead_in_a_row",
         "created_at",
     ]
     readonly_fields = [
         "typeid",
+        "shown_health",
         "status",
         "status_reason",
         "status_at",
@@ -263,6 +268,16 @@ class EndpointAdmin(AuditedAdmin):
     def get_queryset(self, request: HttpRequest) -> QuerySet[Endpoint]:
         """An endpoint is named with its tenant."""
         return super().get_queryset(request).select_related("tenant")
+
+    @admin.display(description="health")
+    def shown_health(self, endpoint: Endpoint) -> str:
+        """How it does, and what comes of it."""
+        if endpoint.health == "healthy":
+            return "Healthy."
+        failing = f"{endpoint.failures_in_a_row} attempts in a row have failed, the first at {endpoint.failing_since}."
+        if endpoint.health == "open":
+            return f"Open: {failing} What is due waits, and a single request probes it at {endpoint.probe_at}."
+        return f"Failing: {failing}" if endpoint.failures_in_a_row else "It has just recovered."
 
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str

@@ -297,7 +297,8 @@ def set_status(
         )
         values: dict[str, Any] = {"status": status, "status_reason": reason, "status_at": Now()}
         if status == Endpoint.Status.ACTIVE:
-            values["dead_in_a_row"] = 0
+            values |= {"dead_in_a_row": 0, "failures_in_a_row": 0, "failing_since": None, "probe_at": None, "probes": 0}
+            values["recovered_at"] = Now()  # what has gathered does not come all at once
         Endpoint.objects.filter(pk__in=[endpoint.pk for endpoint in changed]).update(**values)
         for endpoint in changed:
             record_audit(

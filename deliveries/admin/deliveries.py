@@ -22,12 +22,14 @@ from deliveries.replays import (
     replay_delivery,
     replay_expires_at,
 )
+from deliveries.services import cancel_delivery
 from endpoints.services import Actor, contract_of
 from webhookhub.admin import (
     HubModelAdmin,
     ObjectAction,
     ReadOnlyAdmin,
     Refused,
+    RequiredReasonForm,
     pre,
     pretty_bytes,
     visible,
@@ -131,6 +133,19 @@ def why_not_replay(delivery: Delivery) -> str:
     return ""
 
 
+def give_up(request: HttpRequest, delivery: Delivery, answers: dict[str, Any]) -> str:
+    """The button that gives up a delivery."""
+    if not cancel_delivery(delivery=delivery, actor=Actor.of_request(request), reason=answers["reason"]):
+        raise Refused("It waits no longer.")
+    return "Cancelled. It is not sent any more, unless somebody replays it."
+
+
+def why_not_cancel(delivery: Delivery) -> str:
+    """Only what waits can be given up."""
+    waits = delivery.state in (Delivery.State.PENDING, Delivery.State.HELD)
+    return "" if waits else f"It does not wait ({delivery.get_state_display().lower()})."
+
+
 @admin.register(Delivery)
 class DeliveryAdmin(ReadOnlyAdmin):
     """Deliveries, with their attempts."""
@@ -177,7 +192,16 @@ class DeliveryAdmin(ReadOnlyAdmin):
             ask_replay,
             replay,
             why_not=why_not_replay,
-        )
+        ),
+        ObjectAction(
+            "cancel",
+            "Cancel…",
+            "deliveries.cancel_delivery",
+            lambda delivery: f"Give up {delivery}? It is not sent any more; where events go in order, the next one is.",
+            give_up,
+            RequiredReasonForm,
+            why_not_cancel,
+        ),
     ]
 
     def get_queryset(self, request: HttpRequest) -> Any:

@@ -12,7 +12,7 @@ from django.utils.safestring import SafeString
 from deliveries import payloads
 from deliveries.admin.shared import found_by, link
 from deliveries.control import NotDone, confirm_verification, send_test, start_verification, test_types
-from deliveries.models import Credit
+from deliveries.models import Credit, Delivery
 from deliveries.routing import MAX_DEPTH, view
 from deliveries.services import delete_endpoint, pause_endpoints, resume_endpoints, switch_webhooks
 from endpoints import admin as endpoints_admin
@@ -122,6 +122,12 @@ def test(request: HttpRequest, endpoint: Endpoint, answers: dict[str, Any]) -> H
 @admin.register(Endpoint)
 class EndpointAdmin(endpoints_admin.EndpointAdmin):
     """Endpoints, with the buttons that concern their deliveries."""
+
+    def save_model(self, request: HttpRequest, obj: Endpoint, form: Any, change: bool) -> None:
+        """What waits gets its turn when events are to go in order from now on."""
+        super().save_model(request, obj, form, change)
+        if change and obj.ordered and "ordered" in form.changed_data:
+            Delivery.objects.all().put_in_order(obj.pk)
 
     fields = [*endpoints_admin.EndpointAdmin.fields, "verification", "deliveries"]
     readonly_fields = [*endpoints_admin.EndpointAdmin.readonly_fields, "verification", "deliveries"]

@@ -10,6 +10,7 @@ from rest_framework.response import Response
 from deliveries.api.access import KeyView, find, read_body
 from deliveries.models import Attempt, Delivery, Event
 from deliveries.replays import NotReplayable, ReplayExpired, is_outcome_unknown, replay_delivery, replay_expires_at
+from deliveries.services import cancel_delivery
 from endpoints.contracts import STANDARD, last_error
 from endpoints.models import Endpoint
 from endpoints.services import contract_of, name_in
@@ -132,6 +133,18 @@ class ReplayView(KeyView):
         delivery = find(deliveries_of(self.tenant_id), Delivery.prefix, delivery_id)
         reason = read_body(request, _Reason)["reason"] if request.body else ""
         return Response(DeliverySerializer(replay(delivery, actor=self.actor, reason=reason)).data, status=202)
+
+
+class CancelView(KeyView):
+    """`/v1/deliveries/<id>/cancel`."""
+
+    def post(self, request: Request, delivery_id: str) -> Response:
+        """Gives up a delivery that waits."""
+        delivery = find(deliveries_of(self.tenant_id), Delivery.prefix, delivery_id)
+        reason = read_body(request, _Reason)["reason"] if request.body else ""
+        if not cancel_delivery(delivery=delivery, actor=self.actor, reason=reason):
+            raise Problem(409, "not_waiting", f"{delivery.typeid} does not wait; only what waits can be cancelled")
+        return Response(DeliverySerializer(deliveries_of(self.tenant_id).get(pk=delivery.pk)).data)
 
 
 def replay(delivery: Delivery, **options: Any) -> Delivery:

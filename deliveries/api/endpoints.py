@@ -10,7 +10,7 @@ from rest_framework.response import Response
 from deliveries.api.access import KeyView, check, find, read_body
 from deliveries.api.deliveries import DeliverySerializer
 from deliveries.control import NotDone, confirm_verification, send_test, start_verification, test_types
-from deliveries.models import Verification
+from deliveries.models import Delivery, Verification
 from deliveries.services import delete_endpoint, pause_endpoints, resume_endpoints
 from endpoints.contracts import CONTRACTS
 from endpoints.models import Endpoint, all_event_types
@@ -35,7 +35,11 @@ class EndpointSerializer(serializers.ModelSerializer[Endpoint]):
             "url",
             "contract",
             "event_types",
+            "rate_limit",
+            "max_in_flight",
+            "ordered",
             "is_active",
+            "health",
             "status",
             "status_reason",
             "status_at",
@@ -43,7 +47,15 @@ class EndpointSerializer(serializers.ModelSerializer[Endpoint]):
             "dead_in_a_row",
             "created_at",
         ]
-        read_only_fields = ["status", "status_reason", "status_at", "verified_at", "dead_in_a_row", "created_at"]
+        read_only_fields = [
+            "health",
+            "status",
+            "status_reason",
+            "status_at",
+            "verified_at",
+            "dead_in_a_row",
+            "created_at",
+        ]
 
     def get_is_active(self, endpoint: Endpoint) -> bool:
         """Whether it is sent events."""
@@ -114,6 +126,8 @@ class EndpointView(KeyView):
         this = Endpoint.objects.filter(pk=endpoint.pk)
         with transaction.atomic():
             update_endpoint(endpoint=endpoint, fields=list(fields), actor=self.actor)
+            if fields.get("ordered"):
+                Delivery.objects.all().put_in_order(endpoint.pk)
             if is_active is not None:
                 change = resume_endpoints if is_active else pause_endpoints
                 change(this, actor=self.actor, reason="by API")

@@ -4,7 +4,7 @@ from typing import Any
 
 from django.urls import re_path
 
-from deliveries.api.deliveries import DeliveriesView, DeliveryView, ReplayView
+from deliveries.api.deliveries import CancelView, DeliveriesView, DeliveryView, ReplayView
 from deliveries.api.endpoints import ConfirmView, EndpointsView, EndpointView, TestView, VerificationView
 from deliveries.api.events import EventsView, EventView
 from deliveries.api.replay import ReplayedView, ReplaysView
@@ -23,6 +23,7 @@ urlpatterns = [
     resource("deliveries", DeliveriesView),
     resource("deliveries/<delivery_id>", DeliveryView),
     resource("deliveries/<delivery_id>/replay", ReplayView),
+    resource("deliveries/<delivery_id>/cancel", CancelView),
     resource("replay", ReplaysView),
     resource("replay/<event_id>", ReplayedView),
     resource("rules", RulesView),

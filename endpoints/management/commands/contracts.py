@@ -57,7 +57,7 @@ def _ends(contract: Contract) -> str:
 
 
 def _patience(contract: Contract) -> str:
-    return f"at most {_duration(contract.patience * 1000)}" if contract.patience else "no longer than else"
+    return f"at most {_duration(contract.patience * 1000)}" if contract.patience else "not longer"
 
 
 def _replay(contract: Contract) -> str:
