@@ -147,9 +147,10 @@ class Pump:
         line.claimed_at, line.claim_at, line.is_full = now, now + POLL_SECONDS, room <= 0
         if line.is_full:
             return
-        # The fewer places are free, the fewer of them one endpoint may have: however many hang, some are left.
-        endpoint_limit = max(1, min(settings.PUMP_ENDPOINT_IN_FLIGHT, int(free * ENDPOINT_SHARE)))
-        token, rows = line.claimer.claim(room, self._busy, endpoint_limit=endpoint_limit)
+        # The fewer places are free, the fewer of them one endpoint may have: however many hang, some are left. So that
+        # this is asked often enough, no claim takes more than half of them.
+        endpoint_limit = max(1, min(settings.PUMP_ENDPOINT_IN_FLIGHT, int(room * ENDPOINT_SHARE)))
+        token, rows = line.claimer.claim((room + 1) // 2, self._busy, endpoint_limit=endpoint_limit)
         line.in_flight += len(rows)
         for row in rows:
             self._claims[row.id] = (token, line)
