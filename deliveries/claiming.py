@@ -11,18 +11,20 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 from django.db import transaction
 
 from deliveries.models import Delivery
-from deliveries.querysets import Claimed, Head, Lagging, Position
+from deliveries.querysets import Claimed, Head, Lagging, Position, Seen
 from endpoints.models import Endpoint
 from endpoints.pace import Allowance
 from webhookhub.ids import uuid7
 
+TENANT_SHARE = 3  # times as many places as are free may be one tenant's,
+ENDPOINT_SHARE = 1 / 16  # and an endpoint may have this part of what its tenant may still have
 SKIMMED_ROWS = 2_000  # how far a claim looks for other endpoints' deliveries among those of lagging ones
 PACED_ENDPOINTS = 100  # most endpoints with a pace of their own that one claim asks for
 START = Position(datetime(1, 1, 1, tzinfo=UTC), uuid.UUID(int=0))
@@ -38,9 +40,10 @@ LOCKED_PAUSE = 0.01  # until an endpoint is asked for again whose row another wo
 
 
 @dataclass(slots=True)
-class _Paced:
-    """An endpoint with a pace of its own, and something due: where it stands, and when to ask for it again."""
+class Waiting:
+    """An endpoint of a tenant with something due that waits: where it stands, and when to ask for it again."""
 
+    tenant_id: uuid.UUID
     position: Position
     ask_at: float = 0.0
 
@@ -52,11 +55,12 @@ class Claimer:
     again at the latest, whatever happens until then.
     """
 
-    def __init__(self, *, priority: int, page_rows: int, lease: timedelta) -> None:
+    def __init__(self, *, priority: int, endpoint_limit: int, page_rows: int, lease: timedelta) -> None:
         self.more = False
-        self.lagging: dict[uuid.UUID, Position] = {}
-        self.paced: dict[uuid.UUID, _Paced] = {}
+        self.lagging: dict[uuid.UUID, Waiting] = {}
+        self.paced: dict[uuid.UUID, Waiting] = {}
         self._priority = priority
+        self._endpoint_limit = endpoint_limit
         self._page_rows = page_rows
         self._lease = lease
         self._turn = 0
@@ -78,13 +82,11 @@ class Claimer:
             self.paced[endpoint].ask_at = 0.0
         return not (self.paced.keys() | self.lagging.keys()).isdisjoint(endpoints)
 
-    def claim(
-        self, room: int, busy: Mapping[uuid.UUID, int], *, endpoint_limit: int
-    ) -> tuple[uuid.UUID, list[Claimed]]:
-        """Claims up to `room` deliveries, of each endpoint so many that it has `endpoint_limit` in flight at most, and
-        returns the claim's token with them.
+    def claim(self, room: int, busy: "Busy", *, free: int) -> tuple[uuid.UUID, list[Claimed]]:
+        """Claims up to `room` deliveries, and returns the claim's token with them.
 
-        `busy` says how many each endpoint has in flight here.
+        `busy` says how many requests each endpoint and each tenant has in flight here, `free` how many places for more
+        there are, of which no tenant and no endpoint gets too many (Room).
         """
         token = uuid7()
         # They take turns at being first: whichever always were could take all the room and starve the others.
@@ -99,14 +101,14 @@ class Claimer:
         self.more = False
         for step in steps[first:] + steps[:first]:
             if room > len(rows):
-                in_use = Counter(busy)
-                in_use.update(row.endpoint_id for row in rows)
-                rows += step(_Room(room - len(rows), in_use, endpoint_limit, token))
+                found = step(Room(room - len(rows), free - len(rows), self._endpoint_limit, busy.copy(), token))
+                busy = busy.with_these(found)
+                rows += found
         return token, rows
 
     # --- New deliveries, and the sweep over all
 
-    def _claim_new(self, room: "_Room") -> list[Claimed]:
+    def _claim_new(self, room: "Room") -> list[Claimed]:
         now = time.monotonic()
         if self._epoch is None:
             self._epoch = Delivery.objects.all().database_now() - timedelta(seconds=time.monotonic())
@@ -124,7 +126,7 @@ class Claimer:
         self._head = page.reached if page.more else max(page.reached, self._head)
         return page.rows
 
-    def _claim_swept(self, room: "_Room") -> list[Claimed]:
+    def _claim_swept(self, room: "Room") -> list[Claimed]:
         now = time.monotonic()
         if self._sweep is None:
             self._sweep, self._swept_until = START, now + SWEEP_SECONDS
@@ -138,61 +140,52 @@ class Claimer:
             self._sweep, self._sweep_at = None, self._swept_until
         return page.rows
 
-    def _claim_page(self, start: Position, room: "_Room") -> "_Page":
+    def _claim_page(self, start: Position, room: "Room") -> "_Page":
         """Claims from a page after a position."""
-        most = min(room.places, self._page_rows)
-        free = {endpoint: room.endpoint_limit - count for endpoint, count in room.busy.items()}
-        free.update(dict.fromkeys(self.lagging, 0))
-        limit = SKIMMED_ROWS if self.lagging or self.paced else most
-        claimed, page = Delivery.objects.all().claim(
-            priority=self._priority,
-            after=start,
-            limit=limit,
-            room=most,
-            free=free,
-            endpoint_limit=room.endpoint_limit,
-            token=room.token,
-            lease=self._lease,
-        )
-        before, counts, full, more = start, Counter[uuid.UUID](), 0, len(page) == limit
+        room.places = min(room.places, self._page_rows)
+        limit = SKIMMED_ROWS if self.lagging or self.paced else room.places
+        page = Delivery.objects.all().page(priority=self._priority, after=start, limit=limit)
+        reached, chosen, more = start, [], len(page) == limit
         for row in page:
-            here = Position(row.due_at, row.id)
-            counts[row.endpoint_id] += 1
             if row.is_paced:
                 self.lagging.pop(row.endpoint_id, None)
-                waiting = self.paced.get(row.endpoint_id)
-                # One behind the endpoint's position came late, and must not wait for the end of the backlog.
-                if waiting is None or waiting.position >= here:
-                    self.paced[row.endpoint_id] = _Paced(before, waiting.ask_at if waiting else 0.0)
-            elif counts[row.endpoint_id] > free.get(row.endpoint_id, room.endpoint_limit):
-                if self.lagging.get(row.endpoint_id, LAST) >= here:
-                    self.lagging[row.endpoint_id] = before
-            elif full == most:
-                more = True  # it could be claimed when there is room again
-                break
+                self._remember(self.paced, row, reached)
+            elif row.endpoint_id in self.lagging or not room.is_fair(row.endpoint_id, row.tenant_id):
+                self._remember(self.lagging, row, reached)
+            elif room.places:
+                room.take(row.endpoint_id, row.tenant_id, 1)
+                chosen.append(row.id)
             else:
-                full += 1
-            before = here
-        return _Page(claimed, before, more, full > 0)
+                more = True  # it can be claimed when there is room again
+                break
+            reached = Position(row.due_at, row.id)
+        rows = Delivery.objects.all().claim_these(chosen, token=room.token, lease=self._lease) if chosen else []
+        return _Page(rows, reached, more, bool(chosen))
+
+    def _remember(self, waiting: dict[uuid.UUID, Waiting], row: Seen, before: Position) -> None:
+        """That an endpoint has this row waiting, which stands after a position."""
+        known = waiting.get(row.endpoint_id)
+        # One behind the endpoint's position came late, and must not wait for the end of the backlog.
+        if known is None or known.position >= Position(row.due_at, row.id):
+            waiting[row.endpoint_id] = Waiting(row.tenant_id, before, known.ask_at if known else 0.0)
 
     # --- Endpoints with more than they may have
 
-    def _claim_lagging(self, room: "_Room") -> list[Claimed]:
-        chosen, places = [], room.places
-        for endpoint, position in self.lagging.items():
-            free = min(room.free(endpoint), places)
-            if free > 0:
-                chosen.append(Lagging(endpoint, position, free))
-                places -= free
+    def _claim_lagging(self, room: "Room") -> list[Claimed]:
+        chosen = []
+        for endpoint, waiting in self.lagging.items():
+            if (free := room.take(endpoint, waiting.tenant_id)) > 0:
+                chosen.append(Lagging(endpoint, waiting.position, free))
         if not chosen:
             return []
         rows = self._claim_each(chosen, room.token)
         last = _last(rows)
         counts = Counter(row.endpoint_id for row in rows)
         for one in chosen:  # to the end of the line; one that has no more due is lagging no longer
-            del self.lagging[one.endpoint_id]
+            waiting = self.lagging.pop(one.endpoint_id)
             if counts[one.endpoint_id] == one.free:
-                self.lagging[one.endpoint_id] = last[one.endpoint_id]
+                waiting.position = last[one.endpoint_id]
+                self.lagging[one.endpoint_id] = waiting
         return rows
 
     def _claim_each(self, lagging: list[Lagging], token: uuid.UUID) -> list[Claimed]:
@@ -200,7 +193,7 @@ class Claimer:
 
     # --- Endpoints with a pace of their own
 
-    def _claim_paced(self, room: "_Room") -> list[Claimed]:
+    def _claim_paced(self, room: "Room") -> list[Claimed]:
         now = time.monotonic()
         asked = [endpoint for endpoint, one in self.paced.items() if one.ask_at <= now][:PACED_ENDPOINTS]
         with transaction.atomic():
@@ -225,19 +218,20 @@ class Claimer:
             if key in last:
                 self.paced[key].position = last[key]
             if not endpoint.is_paced:
-                self.lagging[key] = self.paced.pop(key).position
+                self.lagging[key] = self.paced.pop(key)
             elif count < allowed[key].requests and not allowed[key].overdue:
                 del self.paced[key]  # it has no more due
         return rows
 
-    def _allowances(self, endpoints: list[Endpoint], room: "_Room") -> dict[uuid.UUID, Allowance]:
+    def _allowances(self, endpoints: list[Endpoint], room: "Room") -> dict[uuid.UUID, Allowance]:
         in_flight = Delivery.objects.all().in_flight(one.pk for one in endpoints)
-        allowed, places = {}, room.places
+        allowed = {}
         for endpoint in endpoints:
-            free = max(0, min(room.free(endpoint.pk), places))
+            tenant_id = self.paced[endpoint.pk].tenant_id
+            free = room.take(endpoint.pk, tenant_id)
             found = endpoint.pace.allowance(endpoint.moment, free=free, in_flight=in_flight.get(endpoint.pk, 0))
             allowed[endpoint.pk] = found
-            places -= found.requests
+            room.give_back(endpoint.pk, tenant_id, free - found.requests)
         return allowed
 
     def _claim_allowed(
@@ -270,7 +264,7 @@ def _may_go(head: Head, allowed: Allowance) -> bool:
 
 class _Page(NamedTuple):
     """What was claimed of a page, how far that came, and whether there is more; `was_free`: something of it could be
-    claimed, were it not that another pump was quicker.
+    claimed, even if another pump was quicker.
     """
 
     rows: list[Claimed]
@@ -279,18 +273,72 @@ class _Page(NamedTuple):
     was_free: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """What a step of a claim may take."""
+@dataclass(slots=True)
+class Room:
+    """What a step of a claim may take, and who how much of it.
+
+    The fewer places are free, the fewer more of them one tenant may have, and so each of its endpoints: however many
+    hang, some places are left for others. (Switches share their buffers so. A tenant whose endpoints all hang comes to
+    have three quarters of the places, and one endpoint of it 15 %.)
+    """
 
     places: int
-    busy: Mapping[uuid.UUID, int]
+    free: int
     endpoint_limit: int
+    busy: "Busy"
     token: uuid.UUID
 
-    def free(self, endpoint_id: uuid.UUID) -> int:
-        """How many more an endpoint may have in flight here."""
-        return self.endpoint_limit - self.busy.get(endpoint_id, 0)
+    def is_fair(self, endpoint_id: uuid.UUID, tenant_id: uuid.UUID) -> bool:
+        """Whether an endpoint may have one more."""
+        of_tenant = TENANT_SHARE * self.free - self.busy.tenants[tenant_id]
+        limit = max(1.0, min(self.endpoint_limit, of_tenant * ENDPOINT_SHARE))
+        return of_tenant > 0 and self.busy.endpoints[endpoint_id] < limit
+
+    def take(self, endpoint_id: uuid.UUID, tenant_id: uuid.UUID, most: int = 1_000) -> int:
+        """As many places as an endpoint may have."""
+        count = 0
+        while count < min(most, self.places) and self.is_fair(endpoint_id, tenant_id):
+            count += 1
+            self._count(endpoint_id, tenant_id, 1)
+        self.places -= count
+        return count
+
+    def give_back(self, endpoint_id: uuid.UUID, tenant_id: uuid.UUID, count: int) -> None:
+        """Places that were not needed."""
+        self.places += count
+        self._count(endpoint_id, tenant_id, -count)
+
+    def _count(self, endpoint_id: uuid.UUID, tenant_id: uuid.UUID, count: int) -> None:
+        self.free -= count
+        self.busy.endpoints[endpoint_id] += count
+        self.busy.tenants[tenant_id] += count
+
+
+@dataclass(slots=True)
+class Busy:
+    """How many requests each endpoint and each tenant has in flight."""
+
+    endpoints: Counter[uuid.UUID] = field(default_factory=Counter)
+    tenants: Counter[uuid.UUID] = field(default_factory=Counter)
+
+    def copy(self) -> "Busy":
+        """Another one that counts the same."""
+        return Busy(self.endpoints.copy(), self.tenants.copy())
+
+    def with_these(self, rows: Iterable[Claimed]) -> "Busy":
+        """With these as well."""
+        rows = list(rows)
+        return Busy(
+            self.endpoints + Counter(row.endpoint_id for row in rows),
+            self.tenants + Counter(row.tenant_id for row in rows),
+        )
+
+    def end(self, endpoint_id: uuid.UUID, tenant_id: uuid.UUID) -> None:
+        """One of them has ended."""
+        for counts, key in ((self.endpoints, endpoint_id), (self.tenants, tenant_id)):
+            counts[key] -= 1
+            if counts[key] <= 0:
+                del counts[key]
 
 
 def _last(rows: Iterable[Claimed]) -> dict[uuid.UUID, Position]:

@@ -9,7 +9,6 @@ import gc
 import logging
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -17,7 +16,7 @@ from datetime import UTC, datetime, timedelta
 from django.conf import settings
 from django.db import InterfaceError, OperationalError, connection
 
-from deliveries.claiming import Claimer
+from deliveries.claiming import Busy, Claimer
 from deliveries.messages import Message, compose
 from deliveries.models import Delivery
 from deliveries.querysets import Claimed, Result
@@ -38,7 +37,6 @@ NOT_SENT = ("accept:", "expect:")  # what libcurl would add by itself
 
 POLL_SECONDS = 0.25  # how late work without a wake-up may be found
 BATCH_ROWS = 250  # most rows of one claim or record: a few milliseconds of the database's time
-ENDPOINT_SHARE = 0.25  # of the places that are free, what one endpoint may have
 GATHER_SECONDS = 0.005  # how long due rows and results gather into batches while requests are in flight
 RECLAIM_SECONDS = 5.0  # between looks for leases that ran out
 
@@ -55,7 +53,15 @@ class Pump:
         self._lease = timedelta(seconds=settings.LEASE_SECONDS)
         self._listener = Listener(settings.REDIS_URL)
         self._lines = [
-            _Line(Claimer(priority=priority, page_rows=BATCH_ROWS, lease=self._lease), most)
+            _Line(
+                Claimer(
+                    priority=priority,
+                    endpoint_limit=settings.PUMP_ENDPOINT_IN_FLIGHT,
+                    page_rows=BATCH_ROWS,
+                    lease=self._lease,
+                ),
+                most,
+            )
             for priority, most in ((Delivery.Priority.FIRST, 0.9), (Delivery.Priority.AGAIN, 0.5))
         ]
         self._transport = transport or Transport(
@@ -63,7 +69,7 @@ class Pump:
         )
         self._transport.watch(self._listener.fd)
         self._claims: dict[uuid.UUID, tuple[uuid.UUID, _Line]] = {}  # delivery -> claim token, of what is not recorded
-        self._busy: Counter[uuid.UUID] = Counter()  # endpoint -> how many of these
+        self._busy = Busy()
         self._results: list[Result] = []
         self._results_since = 0.0
         self._renew_at = self._reclaim_at = self._away_until = 0.0
@@ -147,14 +153,11 @@ class Pump:
         line.claimed_at, line.claim_at, line.is_full = now, now + POLL_SECONDS, room <= 0
         if line.is_full:
             return
-        # The fewer places are free, the fewer of them one endpoint may have: however many hang, some are left. So that
-        # this is asked often enough, no claim takes more than half of them.
-        endpoint_limit = max(1, min(settings.PUMP_ENDPOINT_IN_FLIGHT, int(room * ENDPOINT_SHARE)))
-        token, rows = line.claimer.claim((room + 1) // 2, self._busy, endpoint_limit=endpoint_limit)
+        token, rows = line.claimer.claim(room, self._busy, free=room)
         line.in_flight += len(rows)
+        self._busy = self._busy.with_these(rows)
         for row in rows:
             self._claims[row.id] = (token, line)
-            self._busy[row.endpoint_id] += 1
             self._send(row, token)
         line.claim_at = max(now + GATHER_SECONDS, min(line.claim_at, line.claimer.ask_at))
         if line.claimer.more:
@@ -174,7 +177,7 @@ class Pump:
             is_failing=row.is_failing,
         )
         contract = contract_of(row.contract)
-        trial = _Trial(result, contract or STANDARD, row.first_attempt_at)
+        trial = _Trial(result, contract or STANDARD, row.first_attempt_at, row.tenant_id)
         if contract and (contract.control or row.endpoint_status == Endpoint.Status.ACTIVE):
             self._start(trial, row, signing_keys(row.sealed, contract.signature))
         else:
@@ -247,9 +250,7 @@ class Pump:
             self._results_since = time.monotonic()
         self._results.append(trial.result)
         endpoint_id = trial.result.endpoint_id
-        self._busy[endpoint_id] -= 1
-        if self._busy[endpoint_id] <= 0:
-            del self._busy[endpoint_id]
+        self._busy.end(endpoint_id, trial.tenant_id)
         for line in self._lines:
             if endpoint_id in line.claimer.lagging:
                 self._claim_soon(line)
@@ -295,6 +296,7 @@ class _Trial:
     result: Result
     contract: Contract
     first_attempt_at: datetime | None
+    tenant_id: uuid.UUID
 
 
 @functools.lru_cache(maxsize=10_000)

@@ -103,38 +103,26 @@ CROSS JOIN LATERAL (
 ) secrets
 """
 
-# The next page of due deliveries after a remembered position. Of each endpoint at most its free slots are claimed, and
-# `room` in all; none of an endpoint with a pace of its own (endpoints.models.PACED). The page itself comes back too
-# (rows without an event), so that the caller knows where it stands.
-CLAIM = f"""
-WITH page AS MATERIALIZED (
-    SELECT id, due_at, endpoint_id, row_number() OVER (PARTITION BY endpoint_id ORDER BY due_at, id) AS rank,
-           EXISTS (
-               SELECT FROM endpoints_endpoint paced WHERE paced.id = due.endpoint_id
-               AND (paced.rate_limit IS NOT NULL OR paced.max_in_flight IS NOT NULL OR paced.ordered
-                    OR paced.probe_at IS NOT NULL OR paced.recovered_at IS NOT NULL)
-           ) AS is_paced
-    FROM (
-        SELECT id, due_at, endpoint_id FROM deliveries_delivery
-        WHERE state = 'pending' AND priority = %(priority)s AND due_at <= now()
-          AND (due_at, id) > (%(after)s, %(after_id)s)
-        ORDER BY due_at, id LIMIT %(limit)s
-    ) due
-), picked AS (
-    SELECT delivery.id FROM page
-    LEFT JOIN unnest(%(busy)s::uuid[], %(free)s::int[]) AS slots (endpoint_id, free)
-      ON slots.endpoint_id = page.endpoint_id
-    JOIN deliveries_delivery delivery ON delivery.id = page.id
-    WHERE NOT page.is_paced AND page.rank <= coalesce(slots.free, %(endpoint_limit)s) AND delivery.state = 'pending'
-    ORDER BY page.due_at, page.id LIMIT %(room)s
-    FOR UPDATE OF delivery SKIP LOCKED
+# The next page of due deliveries after a remembered position, with what it takes to choose from them.
+PAGE = """
+SELECT due.due_at, due.id, due.endpoint_id, endpoint.tenant_id,
+       endpoint.rate_limit IS NOT NULL OR endpoint.max_in_flight IS NOT NULL OR endpoint.ordered
+       OR endpoint.probe_at IS NOT NULL OR endpoint.recovered_at IS NOT NULL  -- endpoints.models.PACED
+FROM (
+    SELECT id, due_at, endpoint_id FROM deliveries_delivery
+    WHERE state = 'pending' AND priority = %(priority)s AND due_at <= now()
+      AND (due_at, id) > (%(after)s, %(after_id)s)
+    ORDER BY due_at, id LIMIT %(limit)s
+) due
+JOIN endpoints_endpoint endpoint ON endpoint.id = due.endpoint_id
+ORDER BY due.due_at, due.id
+"""
+
+CLAIM_THESE = f"""
+WITH picked AS (
+    SELECT id FROM deliveries_delivery WHERE id = ANY(%(ids)s) AND state = 'pending' FOR UPDATE SKIP LOCKED
 ), {_CLAIMED}
 {_CLAIMED_ROWS}
-UNION ALL (
-    SELECT due_at, id, endpoint_id, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-           NULL, is_paced
-    FROM page ORDER BY due_at, id
-)
 """
 
 # The next due deliveries of endpoints that have more of them than may be in flight, each from its own position, and
@@ -164,13 +152,6 @@ CROSS JOIN LATERAL (
     WHERE endpoint_id = asked.endpoint_id AND turn IS NOT NULL AND state IN ('pending', 'sending')
     ORDER BY turn, id LIMIT 1
 ) head
-"""
-
-CLAIM_THESE = f"""
-WITH picked AS (
-    SELECT id FROM deliveries_delivery WHERE id = ANY(%(ids)s) AND state = 'pending' FOR UPDATE SKIP LOCKED
-), {_CLAIMED}
-{_CLAIMED_ROWS}
 """
 
 IN_FLIGHT = """
@@ -274,11 +255,12 @@ class Claimed(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A due delivery that a claim looked at, claimed or not. `is_paced`: its endpoint has a pace of its own."""
+    """A due delivery that a claim looks at. `is_paced`: its endpoint has a pace of its own."""
 
     due_at: datetime
     id: uuid.UUID
     endpoint_id: uuid.UUID
+    tenant_id: uuid.UUID
     is_paced: bool
 
 
@@ -368,38 +350,14 @@ class EventQuerySet(models.QuerySet["Event"]):
 class DeliveryQuerySet(models.QuerySet["Delivery"]):
     """Deliveries."""
 
-    def claim(
-        self,
-        *,
-        priority: int,
-        after: Position,
-        limit: int,
-        room: int,
-        free: Mapping[uuid.UUID, int],
-        endpoint_limit: int,
-        token: uuid.UUID,
-        lease: timedelta,
-    ) -> tuple[list[Claimed], list[Seen]]:
-        """Claims of the next `limit` due deliveries of a priority after a position up to `room`, and of each endpoint
-        no more than `free` says, or `endpoint_limit` where it says nothing.
+    def page(self, *, priority: int, after: Position, limit: int) -> list[Seen]:
+        """The next due deliveries of a priority after a position, in order."""
+        params = {"priority": priority, "after": after.due_at, "after_id": after.id, "limit": limit}
+        return [Seen(*row) for row in run(self.db, PAGE, params)]
 
-        Returns what it claimed, and the page it looked at, in order.
-        """
-        params = {
-            "priority": priority,
-            "after": after.due_at,
-            "after_id": after.id,
-            "limit": limit,
-            "room": room,
-            "busy": list(free),
-            "free": list(free.values()),
-            "endpoint_limit": endpoint_limit,
-            "token": token,
-            "lease": lease,
-        }
-        rows = run(self.db, CLAIM, params)
-        claimed = [Claimed(*row) for row in rows if row[4] is not None]
-        return claimed, [Seen(row[0], row[1], row[2], row[-1]) for row in rows if row[4] is None]
+    def claim_these(self, ids: Sequence[uuid.UUID], *, token: uuid.UUID, lease: timedelta) -> list[Claimed]:
+        """Claims these, as far as they wait."""
+        return [Claimed(*row) for row in run(self.db, CLAIM_THESE, {"ids": list(ids), "token": token, "lease": lease})]
 
     def claim_lagging(
         self, lagging: Sequence[Lagging], *, priority: int, token: uuid.UUID, lease: timedelta
@@ -416,10 +374,6 @@ class DeliveryQuerySet(models.QuerySet["Delivery"]):
             "lease": lease,
         }
         return [Claimed(*row) for row in run(self.db, CLAIM_LAGGING, params)]
-
-    def claim_these(self, ids: Sequence[uuid.UUID], *, token: uuid.UUID, lease: timedelta) -> list[Claimed]:
-        """Claims these, as far as they wait."""
-        return [Claimed(*row) for row in run(self.db, CLAIM_THESE, {"ids": list(ids), "token": token, "lease": lease})]
 
     def heads(self, endpoints: Iterable[uuid.UUID]) -> list[Head]:
         """Whose turn it is at each of these endpoints, as far as anything waits for one."""

@@ -5,7 +5,6 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -16,9 +15,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from deliveries import claiming
-from deliveries.claiming import Claimer
+from deliveries.claiming import Busy, Claimer
 from deliveries.models import Delivery, Event
-from deliveries.querysets import Claimed, DeliveryQuerySet
+from deliveries.querysets import PAGE, Claimed, DeliveryQuerySet
 from endpoints.models import Endpoint
 from webhookhub.database import settle_planner
 
@@ -55,23 +54,13 @@ def endpoints(tenant) -> list[Endpoint]:
     return Endpoint.objects.bulk_create(Endpoint(tenant=tenant, name=str(n), url="http://x") for n in range(10))
 
 
-@dataclass
-class Limited:
-    """A claimer with a limit for each endpoint."""
-
-    claimer: Claimer
-    limit: int
-
-    def __getattr__(self, name: str):
-        return getattr(self.claimer, name)
+def make_claimer(endpoint_limit: int = 10_000, page_rows: int = 250, priority: int = 0) -> Claimer:
+    return Claimer(priority=priority, endpoint_limit=endpoint_limit, page_rows=page_rows, lease=LEASE)
 
 
-def make_claimer(endpoint_limit: int = 10_000, page_rows: int = 250, priority: int = 0) -> Limited:
-    return Limited(Claimer(priority=priority, page_rows=page_rows, lease=LEASE), endpoint_limit)
-
-
-def claim(limited: Limited, room: int = 500, busy: Counter[uuid.UUID] | None = None) -> list[Claimed]:
-    return limited.claimer.claim(room, busy or Counter(), endpoint_limit=limited.limit)[1]
+def claim(claimer: Claimer, room: int = 500, busy: Counter[uuid.UUID] | None = None) -> list[Claimed]:
+    """With so many places that nobody has too many of them."""
+    return claimer.claim(room, Busy(Counter(busy)), free=1_000_000)[1]
 
 
 def claim_all(claimer: Claimer, room: int = 500) -> list[Claimed]:
@@ -98,7 +87,7 @@ def in_order(ids: Sequence[uuid.UUID]) -> list[uuid.UUID]:
 def test_a_claim_takes_what_is_due_longest_and_marks_it(endpoints, add):
     ids = in_order(add(endpoints[0], 20, step=1) + add(endpoints[1], 20, step=1))
 
-    token, rows = make_claimer().claim(15, Counter(), endpoint_limit=100)
+    token, rows = make_claimer().claim(15, Busy(), free=1_000)
 
     assert {row.id for row in rows} == set(ids[:15])
     sending = Delivery.objects.filter(state="sending", claim_token=token, lease_until__gt=Now(), claimed_at__lte=Now())
@@ -437,14 +426,14 @@ def test_a_retry_that_becomes_due_is_found_without_a_sweep(endpoints, add, monke
 @pytest.fixture
 def starts(monkeypatch) -> list[dict]:
     """Where each claim of a page started, and how many rows it looked at."""
-    seen, real = [], DeliveryQuerySet.claim
+    seen, real = [], DeliveryQuerySet.page
 
     def spy(self, **params):
-        claimed, page = real(self, **params)
+        page = real(self, **params)
         seen.append({**params, "page": len(page)})
-        return claimed, page
+        return page
 
-    monkeypatch.setattr(DeliveryQuerySet, "claim", spy)
+    monkeypatch.setattr(DeliveryQuerySet, "page", spy)
     return seen
 
 
@@ -467,11 +456,8 @@ def test_a_page_is_read_from_the_index_from_its_position_on(endpoints, add):
     add(endpoints[0], 200)
     settle_planner()
     with connection.cursor() as cursor:
-        cursor.execute(
-            "EXPLAIN SELECT id, due_at, endpoint_id FROM deliveries_delivery WHERE state = 'pending' AND priority = 0"
-            " AND due_at <= now() AND (due_at, id) > (now() - interval '1 hour', %s) ORDER BY due_at, id LIMIT 250",
-            [uuid.UUID(int=0)],
-        )
+        at = {"priority": 0, "after": datetime.now(UTC), "after_id": uuid.UUID(int=0), "limit": 250}
+        cursor.execute(f"EXPLAIN {PAGE}", at)
         plan = "\n".join(row[0] for row in cursor.fetchall())
 
     assert "using delivery_due_by_priority on" in plan

@@ -17,7 +17,7 @@ from deliveries.pump import Pump
 from deliveries.replays import create_replay_job, replay_delivery, step_replay_job
 from deliveries.results import reclaim_lost
 from deliveries.services import cancel_delivery, pause_endpoints, resume_endpoints
-from endpoints.models import Endpoint
+from endpoints.models import Endpoint, Tenant
 from endpoints.services import SYSTEM
 from tests.receiver import Receiver, answer
 from tests.test_api import Api
@@ -136,6 +136,28 @@ def test_however_many_endpoints_hang_there_are_places_left_for_others(tenant, ma
         one.run(is_over)
     assert len(receiver.received) == 20
     assert 8 <= len(hanging.received) < 40
+
+
+@override_settings(PUMP_IN_FLIGHT=40, PUMP_ENDPOINT_IN_FLIGHT=40)
+def test_however_many_endpoints_of_one_tenant_hang_others_have_places(tenant, make_endpoint, receiver):
+    other = Tenant.objects.create(name="Other")
+    with Receiver() as hanging:
+        hanging.respond = lambda _: [30.0]
+        for number in range(60):
+            make_endpoint(url=hanging.url, event_types=[f"h{number}"])
+        make_endpoint(tenant=other)
+        for number in range(60):
+            publish(tenant, 2, f"h{number}")
+        one, began = Pump(drain_seconds=0), time.monotonic()
+
+        def is_over() -> bool:
+            if time.monotonic() > began + 1.5 and not Event.objects.filter(type="quick").exists():
+                publish(other, 20, "quick")
+            return len(receiver.received) == 20 or time.monotonic() > began + 10
+
+        one.run(is_over)
+    assert len(receiver.received) == 20
+    assert 20 <= len(hanging.received) <= 30
 
 
 # --- Rate and cap

@@ -9,7 +9,8 @@ from django.db import connections
 # What hot statements need of the planner: all of them go by an index, whatever the statistics say of tables whose
 # state changes by the second, and to plan them anew would take longer than to run them.
 PLANNER = (
-    "SET enable_seqscan = off; SET enable_bitmapscan = off; SET jit = off; SET plan_cache_mode = force_generic_plan"
+    "SET enable_seqscan = off; SET enable_bitmapscan = off; SET enable_sort = off; SET enable_incremental_sort = off; "
+    "SET jit = off; SET plan_cache_mode = force_generic_plan"
 )
 
 
