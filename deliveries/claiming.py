@@ -34,7 +34,7 @@ LAST = Position(datetime.max.replace(tzinfo=UTC), uuid.UUID(int=2**128 - 1))
 # how often (seconds) a claim goes back, and how far. Intake commits in milliseconds.
 OVERLAPS = ((0.0, timedelta(milliseconds=100)), (1.0, timedelta(seconds=5)))
 SWEEP_SECONDS = 60.0  # between the beginnings of two sweeps: for those who publish inside a transaction of minutes
-SWEEP_PAUSE = 0.05  # after a page of a sweep on which nothing could be claimed: backlogs of lagging endpoints
+SWEEP_PAUSE = 0.1  # after a page of a sweep on which nothing could be claimed: backlogs of lagging endpoints
 TURN_PAUSE = 5.0  # until it is looked again whose turn it is where a retry is waited for: somebody may skip it
 LOCKED_PAUSE = 0.01  # until an endpoint is asked for again whose row another worker holds
 

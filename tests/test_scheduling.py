@@ -249,13 +249,17 @@ def test_one_that_fails_blocks_the_others_until_it_arrives_or_has_ended(tenant, 
     assert sorted(Delivery.objects.values_list("state", flat=True)) == ["dead", *["delivered"] * 3]
 
 
-def test_ops_let_the_others_go_by_cancelling_the_one_that_blocks(tenant, make_endpoint, receiver, pump, api_key):
-    make_endpoint(ordered=True)
+def test_ops_see_the_one_that_blocks_and_let_the_others_go_by_cancelling_it(
+    tenant, make_endpoint, receiver, pump, api_key, admin_client
+):
+    endpoint = make_endpoint(ordered=True)
     publish(tenant, 3)
     receiver.respond = answer(500)
     run_pumps(1, lambda: Delivery.objects.filter(attempts_made=1).exists(), seconds=5)
     receiver.respond = answer(200)
     blocking = Delivery.objects.get(attempts_made=1)
+    page = admin_client.get(f"/admin/endpoints/endpoint/{endpoint.pk}/change/").text
+    assert f"{blocking.typeid}</a>: 1 attempts made, the next at" in page
     api = Api(api_key)
     assert api.call("POST", f"deliveries/{blocking.typeid}/cancel")["state"] == "discarded"
     assert api.call("POST", f"deliveries/{blocking.typeid}/cancel", status=409)["code"] == "not_waiting"

@@ -6,6 +6,7 @@ from django import forms
 from django.contrib import admin
 from django.http import HttpRequest, HttpResponse
 from django.urls import reverse
+from django.utils.formats import localize
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
@@ -129,8 +130,8 @@ class EndpointAdmin(endpoints_admin.EndpointAdmin):
         if change and obj.ordered and "ordered" in form.changed_data:
             Delivery.objects.all().put_in_order(obj.pk)
 
-    fields = [*endpoints_admin.EndpointAdmin.fields, "verification", "deliveries"]
-    readonly_fields = [*endpoints_admin.EndpointAdmin.readonly_fields, "verification", "deliveries"]
+    fields = [*endpoints_admin.EndpointAdmin.fields, "first_in_line", "verification", "deliveries"]
+    readonly_fields = [*endpoints_admin.EndpointAdmin.readonly_fields, "first_in_line", "verification", "deliveries"]
     object_actions = [
         ObjectAction(
             "pause",
@@ -197,6 +198,17 @@ class EndpointAdmin(endpoints_admin.EndpointAdmin):
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         """By its own button, which keeps the history."""
         return False
+
+    @admin.display(description="first in line")
+    def first_in_line(self, endpoint: Endpoint) -> SafeString | str:
+        """What the others wait for, where events go in order."""
+        head = Delivery.objects.all().heads([endpoint.pk])
+        if not endpoint.ordered or not head:
+            return "–"
+        delivery = Delivery.objects.get(pk=head[0].id)
+        made = f"{delivery.attempts_made} attempts made"
+        when = f"the next at {localize(delivery.due_at)}" if head[0].is_pending else "one under way"
+        return format_html("{}: {}, {}. The others wait until it has ended.", link(delivery), made, when)
 
     @admin.display(description="verification")
     def verification(self, endpoint: Endpoint) -> SafeString | str:
