@@ -1,10 +1,13 @@
 """Deliveries per second of one pump process, and of the same work with nothing sent (the floor), in one run.
 
 Each round publishes the same number of events of 1 KB, then times one pump, from the moment that its connections are
-open and its statements prepared until all are recorded.
+open and its statements prepared until all are recorded. At the end one and two pump processes drain a backlog, by the
+receiver's clock.
 """
 
 import statistics
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -67,6 +70,35 @@ def drain(transport: Any = None) -> float:
     return EVENTS / (time.perf_counter() - warm_at)
 
 
+def drain_all() -> None:
+    """Runs a pump until nothing is due; what one of several pump processes does."""
+    import django
+
+    django.setup()
+    from deliveries.models import Delivery
+    from deliveries.pump import Pump
+
+    Pump().run(lambda: not Delivery.objects.in_hand().exists())
+
+
+def together(count: int, witness: harness.Witness, tenant: Any) -> float:
+    """Deliveries per second of so many pump processes over one backlog, from the first arrival to the last.
+
+    Raises SystemExit when a delivery arrives twice or not at all.
+    """
+    before = len(witness.log.read_text().splitlines())
+    harness.publish(tenant, count * EVENTS, ENDPOINTS)
+    program = "from bench.deliver import drain_all; drain_all()"
+    pumps = [subprocess.Popen([sys.executable, "-c", program], cwd=harness.ROOT) for _ in range(count)]
+    for pump in pumps:
+        pump.wait(timeout=120)
+    lines = witness.log.read_text().splitlines()[before:]
+    if len(lines) != count * EVENTS or len({line.split()[1] for line in lines}) != len(lines):
+        raise SystemExit(f"of {count * EVENTS} deliveries {len(lines)} requests arrived")
+    times = sorted(float(line.split()[0]) for line in lines)
+    return len(times) / (times[-1] - times[0])
+
+
 def main() -> None:
     """Runs it."""
     with harness.hub(), harness.witness() as witness:
@@ -84,11 +116,15 @@ def main() -> None:
         left = Delivery.objects.exclude(state="delivered").count()
         if left or arrived != ROUNDS * (WARM_UP + EVENTS):
             raise SystemExit(f"{left} deliveries are not delivered and {arrived} events arrived")
+        one, two = (together(count, witness, tenant) for count in (1, 2))
+        harness.say(f"one pump process {one:,.0f}/s, two {two:,.0f}/s, no delivery twice")
         ratios = [rate / floor for rate, floor in zip(rates, floors, strict=True)]
         harness.finish(
             per_s=round(statistics.median(rates)),
             floor_per_s=round(statistics.median(floors)),
             ratio=round(statistics.median(ratios), 3),
+            two_pumps_per_s=round(two),
+            two_pumps_ratio=round(two / one, 3),
         )
 
 
