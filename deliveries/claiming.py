@@ -2,19 +2,22 @@
 
 Due deliveries are read in the order of (due time, id) from a remembered position, so that a claim never walks over
 what was done before: under churn, and with an old snapshot open, that walk grows without end. The position begins a few
-seconds ago; what is older, or became visible behind it, a second reader finds, which goes over all that is due once a
-minute, a page at a time, so that nobody waits for it. An endpoint that has more due than it may have in flight is
+seconds ago; what is older, or became visible behind it, a second reader finds, the sweep, which goes over what is due a
+page at a time, so that nobody waits for it. An endpoint that has more due than it may have in flight is
 passed over and remembered with a position of its own; so is one with a pace of its own.
+
+All that is known here can be found again in the database; it is kept from one pump to the next in a process.
 """
 
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
+from django.conf import settings
 from django.db import transaction
 
 from deliveries.models import Delivery
@@ -25,6 +28,7 @@ from webhookhub.ids import uuid7
 
 TENANT_SHARE = 3  # times as many places as are free may be one tenant's,
 ENDPOINT_SHARE = 1 / 16  # and an endpoint may have this part of what its tenant may still have
+PAGE_ROWS = 250  # most rows of one claim: a few milliseconds of the database's time
 SKIMMED_ROWS = 2_000  # how far a claim looks for other endpoints' deliveries among those of lagging ones
 PACED_ENDPOINTS = 100  # most endpoints with a pace of their own that one claim asks for
 START = Position(datetime(1, 1, 1, tzinfo=UTC), uuid.UUID(int=0))
@@ -33,7 +37,9 @@ LAST = Position(datetime.max.replace(tzinfo=UTC), uuid.UUID(int=2**128 - 1))
 # Deliveries may become visible behind the position, since commits do not come in the order of due times. Each entry:
 # how often (seconds) a claim goes back, and how far. Intake commits in milliseconds.
 OVERLAPS = ((0.0, timedelta(milliseconds=100)), (1.0, timedelta(seconds=5)))
-SWEEP_SECONDS = 60.0  # between the beginnings of two sweeps: for those who publish inside a transaction of minutes
+# The same for sweeps: for those who publish inside a transaction of minutes, and for whatever else. Seldom from the
+# beginning, where all the entries stand that an old snapshot keeps from being cleaned away.
+SWEEPS = ((60.0, timedelta(minutes=10)), (3_600.0, timedelta(days=365_000)))
 SWEEP_PAUSE = 0.1  # after a page of a sweep on which nothing could be claimed: backlogs of lagging endpoints
 TURN_PAUSE = 5.0  # until it is looked again whose turn it is where a retry is waited for: somebody may skip it
 LOCKED_PAUSE = 0.01  # until an endpoint is asked for again whose row another worker holds
@@ -68,6 +74,7 @@ class Claimer:
         self._overlap_at = [0.0] * len(OVERLAPS)
         self._sweep: Position | None = None  # where a sweep stands that is under way
         self._sweep_at = 0.0  # when it goes on, or the next one begins
+        self._sweeps_at = [0.0] * len(SWEEPS)
         self._epoch: datetime | None = None  # the database's time at zero of our monotonic clock
 
     @property
@@ -110,26 +117,32 @@ class Claimer:
 
     def _claim_new(self, room: "Room") -> list[Claimed]:
         now = time.monotonic()
-        if self._epoch is None:
-            self._epoch = Delivery.objects.all().database_now() - timedelta(seconds=time.monotonic())
+        back = self._back(now, self._overlap_at, OVERLAPS)
         if self._head is None:
-            self._head = Position(self._epoch + timedelta(seconds=now), START.id)
-        back = timedelta()
-        for number, (every, distance) in enumerate(OVERLAPS):
-            if now >= self._overlap_at[number]:
-                self._overlap_at[number] = now + every
-                back = distance
-        start = min(self._head, Position(self._epoch + timedelta(seconds=now) - back, START.id))
+            self._head = self._back(now, [], [])
+        start = min(self._head, back)
         page = self._claim_page(start, room)
         self.more = self.more or page.more
         # A page that reached the present ends an overlap: the position is where it was, or further on.
         self._head = page.reached if page.more else max(page.reached, self._head)
         return page.rows
 
+    def _back(self, now: float, due: list[float], distances: Sequence[tuple[float, timedelta]]) -> Position:
+        """As far back from now as it is time to go."""
+        if self._epoch is None:
+            self._epoch = Delivery.objects.all().database_now() - timedelta(seconds=time.monotonic())
+        back = timedelta()
+        for number, (every, distance) in enumerate(distances):
+            if now >= due[number]:
+                due[number] = now + every
+                back = distance
+        moment = self._epoch + timedelta(seconds=now)
+        return START if back > moment - START.due_at else Position(moment - back, START.id)
+
     def _claim_swept(self, room: "Room") -> list[Claimed]:
         now = time.monotonic()
         if self._sweep is None:
-            self._sweep, self._swept_until = START, now + SWEEP_SECONDS
+            self._sweep = self._back(now, self._sweeps_at, SWEEPS)
             self._epoch = None  # the two clocks may have drifted apart
         page = self._claim_page(self._sweep, room)
         if page.more and (self._head is None or page.reached < self._head):
@@ -137,7 +150,7 @@ class Claimer:
             self._sweep_at = 0.0 if page.was_free else now + SWEEP_PAUSE
             self.more = self.more or page.was_free
         else:
-            self._sweep, self._sweep_at = None, self._swept_until
+            self._sweep, self._sweep_at = None, min(self._sweeps_at)
         return page.rows
 
     def _claim_page(self, start: Position, room: "Room") -> "_Page":
@@ -271,6 +284,19 @@ class _Page(NamedTuple):
     reached: Position
     more: bool
     was_free: bool
+
+
+def make_claimers() -> list[Claimer]:
+    """A claimer for each priority, the first to go first."""
+    return [
+        Claimer(
+            priority=priority,
+            endpoint_limit=settings.PUMP_ENDPOINT_IN_FLIGHT,
+            page_rows=PAGE_ROWS,
+            lease=timedelta(seconds=settings.LEASE_SECONDS),
+        )
+        for priority in Delivery.Priority
+    ]
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """RQ's entry points: the worker that hosts a pump, and the periodic jobs. The only module that knows RQ."""
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -17,6 +18,7 @@ from rq.cron import CronJob
 from rq.exceptions import StopRequested
 from rq.utils import now
 
+from deliveries.claiming import Claimer, make_claimers
 from deliveries.models import ReplayJob
 from deliveries.publishing import repair_projection_gaps
 from deliveries.pump import Pump
@@ -80,6 +82,12 @@ class PumpWorker(HubWorker):
         """Nothing: pool and terminal both send a signal, and the pump ends soon enough by itself."""
 
 
+@functools.cache
+def _claimers() -> list[Claimer]:
+    """Those of all pumps of this process, one after the other."""
+    return make_claimers()
+
+
 def run_pump() -> None:
     """Runs a pump for `PUMP_SECONDS`, or until its worker is told to stop.
 
@@ -87,7 +95,7 @@ def run_pump() -> None:
     """
     raise_descriptor_limit()
     end = time.monotonic() + settings.PUMP_SECONDS
-    pump = Pump()
+    pump = Pump(claimers=_claimers())
     pump.run(lambda: PumpWorker.stopping or (time.monotonic() >= end and pump.hears_wake_ups))
 
 

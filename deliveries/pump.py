@@ -16,7 +16,7 @@ from datetime import UTC, datetime, timedelta
 from django.conf import settings
 from django.db import InterfaceError, OperationalError, connection
 
-from deliveries.claiming import Busy, Claimer
+from deliveries.claiming import Busy, Claimer, make_claimers
 from deliveries.messages import Message, compose
 from deliveries.models import Delivery
 from deliveries.querysets import Claimed, Result
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 NOT_SENT = ("accept:", "expect:")  # what libcurl would add by itself
 
 POLL_SECONDS = 0.25  # how late work without a wake-up may be found
-BATCH_ROWS = 250  # most rows of one claim or record: a few milliseconds of the database's time
+BATCH_ROWS = 250  # most results of one record: a few milliseconds of the database's time
 GATHER_SECONDS = 0.005  # how long due rows and results gather into batches while requests are in flight
 RECLAIM_SECONDS = 5.0  # between looks for leases that ran out
 
@@ -44,26 +44,23 @@ RECLAIM_SECONDS = 5.0  # between looks for leases that ran out
 class Pump:
     """Drains the queue of record until told to stop, with at most `PUMP_IN_FLIGHT` requests in flight.
 
-    `transport` takes the place of the real one where only the rest is of interest.
+    `claimers` are those of the pump before in this process. `transport` takes the place of the real one where only the
+    rest is of interest.
     """
 
-    def __init__(self, *, drain_seconds: float = 20.0, transport: Transport | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        drain_seconds: float = 20.0,
+        claimers: Sequence[Claimer] | None = None,
+        transport: Transport | None = None,
+    ) -> None:
         self.recorded = 0
         self._drain_seconds = drain_seconds
         self._lease = timedelta(seconds=settings.LEASE_SECONDS)
         self._listener = Listener(settings.REDIS_URL)
-        self._lines = [
-            _Line(
-                Claimer(
-                    priority=priority,
-                    endpoint_limit=settings.PUMP_ENDPOINT_IN_FLIGHT,
-                    page_rows=BATCH_ROWS,
-                    lease=self._lease,
-                ),
-                most,
-            )
-            for priority, most in ((Delivery.Priority.FIRST, 0.9), (Delivery.Priority.AGAIN, 0.5))
-        ]
+        first, again = claimers or make_claimers()
+        self._lines = [_Line(first, 0.9), _Line(again, 0.5)]
         self._transport = transport or Transport(
             rule=settings.ADDRESS_RULE, ca_bundle=settings.CA_BUNDLE, max_connections=2 * settings.PUMP_IN_FLIGHT
         )

@@ -327,7 +327,7 @@ def test_two_claimers_at_once_share_the_rows_and_no_row_goes_to_both(endpoints, 
 
 
 def test_a_row_that_another_has_locked_is_passed_over_and_found_later(endpoints, add, monkeypatch):
-    monkeypatch.setattr(claiming, "SWEEP_SECONDS", 0.0)
+    monkeypatch.setattr(claiming, "SWEEPS", ((0.0, timedelta(days=1)),))
     ids = add(endpoints[0], 3)
     locked, release = threading.Event(), threading.Event()
 
@@ -366,7 +366,7 @@ def test_a_row_committed_late_behind_the_position_is_found_by_an_overlap_or_a_sw
     monkeypatch.setattr(
         claiming, "OVERLAPS", ((0.0, timedelta(milliseconds=100)), (overlap_seconds, timedelta(seconds=5)))
     )
-    monkeypatch.setattr(claiming, "SWEEP_SECONDS", sweep_seconds)
+    monkeypatch.setattr(claiming, "SWEEPS", ((sweep_seconds, timedelta(minutes=10)),))
     now = 100.0
     monkeypatch.setattr(claiming.time, "monotonic", lambda: now)
     add(endpoints[0], 5, ago=0)
@@ -395,7 +395,7 @@ def test_a_row_committed_a_moment_late_is_found_by_the_next_claim(endpoints, add
 def test_a_row_committed_late_for_a_lagging_endpoint_does_not_wait_for_the_end_of_its_backlog(
     endpoints, add, monkeypatch
 ):
-    monkeypatch.setattr(claiming, "SWEEP_SECONDS", 0.0)
+    monkeypatch.setattr(claiming, "SWEEPS", ((0.0, timedelta(days=1)),))
     add(endpoints[0], 100, step=1)
     claimer = make_claimer(endpoint_limit=5)
     for _ in range(4):
