@@ -95,7 +95,7 @@ class Pump:
                     break
                 try:
                     if not settled and time.monotonic() >= self._away_until:
-                        settle_planner()
+                        settle_planner(look_ups=True)
                         settled = True
                     self._turn(stopping=deadline is not None)
                 except (OperationalError, InterfaceError) as error:

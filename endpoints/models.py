@@ -413,12 +413,18 @@ class EndpointSecret(Record):
 
     prefix = "eps"
 
-    endpoint = models.ForeignKey(Endpoint, on_delete=models.CASCADE, related_name="secrets")
+    endpoint = models.ForeignKey(Endpoint, on_delete=models.CASCADE, related_name="secrets", db_index=False)
     sealed = models.BinaryField(editable=False)
     created_at = models.DateTimeField(db_default=Now(), editable=False)
     expires_at = models.DateTimeField(null=True, editable=False)
 
     objects = EndpointSecretQuerySet.as_manager()
+
+    class Meta:
+        indexes = [
+            # Those that sign a request, the newest first (deliveries.querysets.CLAIM_THESE).
+            models.Index(fields=["endpoint", "id"], name="secret_of_endpoint"),
+        ]
 
 
 class AuditEvent(Record):

@@ -454,7 +454,7 @@ def test_a_claim_after_five_thousand_deliveries_does_not_walk_over_them(endpoint
 
 def test_a_page_is_read_from_the_index_from_its_position_on(endpoints, add):
     add(endpoints[0], 200)
-    settle_planner()
+    settle_planner(look_ups=True)
     with connection.cursor() as cursor:
         at = {"priority": 0, "after": datetime.now(UTC), "after_id": uuid.UUID(int=0), "limit": 250}
         cursor.execute(f"EXPLAIN {PAGE}", at)

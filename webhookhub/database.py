@@ -9,15 +9,16 @@ from django.db import connections
 # What hot statements need of the planner: all of them go by an index, whatever the statistics say of tables whose
 # state changes by the second, and to plan them anew would take longer than to run them.
 PLANNER = (
-    "SET enable_seqscan = off; SET enable_bitmapscan = off; SET enable_sort = off; SET enable_incremental_sort = off; "
-    "SET jit = off; SET plan_cache_mode = force_generic_plan"
+    "SET enable_seqscan = off; SET enable_bitmapscan = off; SET jit = off; SET plan_cache_mode = force_generic_plan"
 )
+# What those need that take a few rows out of many: each row of a batch is looked up, and order is an index's.
+LOOK_UPS = "SET enable_hashjoin = off; SET enable_mergejoin = off; SET enable_sort = off"
 
 
-def settle_planner(using: str = "default") -> None:
+def settle_planner(using: str = "default", *, look_ups: bool = False) -> None:
     """Prepares this thread's connection for `run`; for a thread that does little else on it."""
     with connections[using].cursor() as cursor:
-        cursor.execute(PLANNER)
+        cursor.execute(f"{PLANNER}; {LOOK_UPS}" if look_ups else PLANNER)
 
 
 def run(using: str, sql: str, params: Mapping[str, Any]) -> list[tuple[Any, ...]]:
