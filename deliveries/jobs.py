@@ -12,6 +12,7 @@ import django_rq
 import redis
 from django.conf import settings
 from django.core.management import call_command
+from django.db import close_old_connections
 from django_rq.cron import DjangoCronScheduler
 from rq import SimpleWorker
 from rq.cron import CronJob
@@ -49,6 +50,11 @@ class HubWorker(SimpleWorker):
             if found := super().dequeue_job_and_maintain_ttl(1, max_idle_time=1):
                 return found
         return None
+
+    def perform_job(self, *args: Any, **kwargs: Any) -> bool:
+        """As RQ's, on a connection to the database that works: since the last job it may have been cut."""
+        close_old_connections()
+        return super().perform_job(*args, **kwargs)
 
     def handle_warm_shutdown_request(self) -> None:
         """Notes that the worker is to stop."""

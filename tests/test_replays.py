@@ -9,7 +9,7 @@ import redis
 from django.conf import settings
 from django.db import connection
 
-from deliveries.jobs import Clock, release_held, run_replay_jobs
+from deliveries.jobs import Clock, HubWorker, release_held, run_replay_jobs
 from deliveries.models import Delivery, ReplayJob
 from deliveries.publishing import NewEvent, publish_events
 from deliveries.replays import NotReplayable, cancel_replay_job, create_replay_job, replay_delivery, step_replay_job
@@ -152,6 +152,19 @@ def test_the_clock_queues_jobs_as_json_and_does_not_pile_them_up():
     queue.empty()
     clock.enqueue_jobs()
     assert [job.func_name for job in queue.jobs] == ["deliveries.jobs.clear_sessions"]
+    queue.empty()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_periodic_jobs_run_on_after_their_connection_to_the_database_was_cut():
+    queue = django_rq.get_queue(settings.JOBS_QUEUE)
+    worker = HubWorker([queue], connection=queue.connection, serializer=queue.serializer)
+    connection.ensure_connection()
+    with psycopg.connect(settings.DATABASE_URL, autocommit=True) as other:
+        other.execute("SELECT pg_terminate_backend(%s, 5000)", [connection.connection.info.backend_pid])
+    job = queue.enqueue(release_held)
+    worker.execute_job(job, queue)
+    assert job.is_finished
     queue.empty()
 
 
