@@ -75,9 +75,7 @@ class PumpWorker(HubWorker):
 
     def before_dequeue(self) -> None:
         """Sees to it that there is a pump to run."""
-        queue = django_rq.get_queue(settings.PUMP_QUEUE)  # not self.queues: they know nothing of our serializer
-        if not queue.count:
-            queue.enqueue(run_pump, result_ttl=RESULT_SECONDS)
+        queue_pump()
 
     def handle_warm_shutdown_request(self) -> None:
         """Lets the pump that runs in this process come to its end."""
@@ -94,15 +92,33 @@ def _claimers() -> list[Claimer]:
     return make_claimers()
 
 
-def run_pump() -> None:
-    """Runs a pump for `PUMP_SECONDS`, or until its worker is told to stop.
+def queue_pump() -> None:
+    """Puts a pump into the queue, unless one is there. Raises RedisError where Redis is away or full."""
+    queue = django_rq.get_queue(settings.PUMP_QUEUE)  # a worker's own queues know nothing of our serializer
+    if not queue.count:
+        queue.enqueue(run_pump, result_ttl=RESULT_SECONDS)
 
-    While Redis is away the pump goes on: its worker could not get another one.
+
+def run_pump() -> None:
+    """Runs a pump for `PUMP_SECONDS`, or until its worker is told to stop, and queues the next.
+
+    While Redis is away or full the worker could not get another one: this job goes on.
     """
     raise_descriptor_limit()
+    while not PumpWorker.stopping:
+        _run_one_pump()
+        try:
+            queue_pump()
+            return
+        except redis.RedisError as error:
+            logger.warning("no pump can be queued, this worker goes on without: %s", error)
+
+
+def _run_one_pump() -> None:
+    """It outlives its time while Redis is away, and while the database is: it could not record what it has in hand."""
     end = time.monotonic() + settings.PUMP_SECONDS
     pump = Pump(claimers=_claimers())
-    pump.run(lambda: PumpWorker.stopping or (time.monotonic() >= end and pump.hears_wake_ups))
+    pump.run(lambda: PumpWorker.stopping or (time.monotonic() >= end and pump.hears_wake_ups and pump.reaches_database))
 
 
 def run_replay_jobs() -> None:

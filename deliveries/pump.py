@@ -39,6 +39,7 @@ POLL_SECONDS = 0.25  # how late work without a wake-up may be found
 BATCH_ROWS = 250  # most results of one record: a few milliseconds of the database's time
 GATHER_SECONDS = 0.005  # how long due rows and results gather into batches while requests are in flight
 RECLAIM_SECONDS = 5.0  # between looks for leases that ran out
+RENEW_SECONDS = 2.0  # that other pumps have to renew theirs when the database is back: they ask for it once a second
 
 
 class Pump:
@@ -56,6 +57,7 @@ class Pump:
         transport: Transport | None = None,
     ) -> None:
         self.recorded = 0
+        self.reaches_database = True  # as far as it knows by the last time that it asked for something
         self._drain_seconds = drain_seconds
         self._lease = timedelta(seconds=settings.LEASE_SECONDS)
         self._listener = Listener(settings.REDIS_URL)
@@ -102,7 +104,9 @@ class Pump:
                     logger.error("the database is away, trying again in a second: %s", error)
                     connection.close()
                     settled = False
-                    self._away_until = time.monotonic() + 1.0
+                    self.reaches_database, self._away_until = False, time.monotonic() + 1.0
+                    # It may have been away for longer than a lease: all pumps renew theirs before one takes any back.
+                    self._renew_at, self._reclaim_at = 0.0, self._away_until + RENEW_SECONDS
         finally:
             self._transport.close()
             self._listener.close()
@@ -124,6 +128,7 @@ class Pump:
         self._wait(now, POLL_SECONDS if stopping or not is_there else min(line.claim_at for line in self._lines) - now)
         if is_there:
             self._record()
+            self.reaches_database = True
 
     def _wait(self, now: float, patience: float) -> None:
         """Moves what is in flight on, until something has to be done here."""

@@ -15,7 +15,7 @@ from email.utils import formatdate
 
 import psycopg
 import pytest
-from django.db import connection
+from django.db import OperationalError, connection
 from django.db.models.functions import Now
 from standardwebhooks import Webhook
 
@@ -521,6 +521,23 @@ def test_a_live_lease_is_left_alone(tenant, endpoint):
     taken = reclaim_lost()
 
     assert (taken, Delivery.objects.get().claim_token, Attempt.objects.count()) == (0, token, 0)
+
+
+def test_after_the_database_was_away_for_longer_than_a_lease_a_pump_records_what_it_has_in_hand(
+    tenant, endpoint, receiver, monkeypatch
+):
+    record = pump_module.record_results
+
+    def fail(results):
+        monkeypatch.setattr(pump_module, "record_results", record)
+        Delivery.objects.update(lease_until=Now() - timedelta(seconds=1))
+        raise OperationalError("gone")
+
+    monkeypatch.setattr(pump_module, "record_results", fail)
+    monkeypatch.setattr(pump_module, "RECLAIM_SECONDS", 0.5)  # so that it is time to look for leases that ran out
+    publish(tenant)
+    run_until(lambda: not Delivery.objects.exclude(state="delivered").exists())
+    assert len(receiver.received) == Attempt.objects.count() == 1
 
 
 def test_the_lease_of_a_long_request_is_renewed(tenant, endpoint, receiver, pump, settings):
