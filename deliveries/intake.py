@@ -69,7 +69,8 @@ def unauthorized() -> Problem:
 
 def unavailable() -> Problem:
     """The refusal while the database is away."""
-    detail = "The event was not stored. Send it again, with the same Idempotency-Key"
+    # A connection may be lost after the commit and before the word of it: nobody knows then.
+    detail = "The event may not have been stored. Send it again, with the same Idempotency-Key"
     return Problem(503, "unavailable", detail, headers={"Retry-After": "1"})
 
 

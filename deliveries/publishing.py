@@ -57,7 +57,9 @@ class KeyReused:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Refused by the database: nothing of this event is stored. `transient`: the same may work in a moment."""
+    """Refused by the database: nothing of this event is stored. `transient`: the same may work in a moment; if the
+    connection was lost, it may be stored after all.
+    """
 
     transient: bool
 

@@ -11,6 +11,7 @@ from django.db import OperationalError
 from django.test import Client
 from django.utils import timezone
 
+from deliveries import querysets
 from deliveries.intake import FastLane, Turns, key_of
 from deliveries.models import Delivery, Event
 from deliveries.publishing import NewEvent
@@ -364,6 +365,26 @@ def test_a_database_that_is_away_at_the_look_up_of_the_key_is_503(headers, monke
     assert comparable(fast) == comparable(slow)
     assert error(fast) == (503, "unavailable")
     assert fast[1]["retry-after"] == "1"
+
+
+def test_when_the_connection_is_lost_after_the_commit_the_answer_does_not_say_that_nothing_is_stored(
+    headers, monkeypatch
+):
+    run = querysets.run
+
+    def lose(*args):
+        run(*args)
+        raise OperationalError("server closed the connection unexpectedly")
+
+    keyed = {**headers, "Idempotency-Key": "order-42"}
+    with monkeypatch.context() as patch:
+        patch.setattr(querysets, "run", lose)
+        [lost] = by_fast_lane((keyed, GOOD))
+    [again] = by_fast_lane((keyed, GOOD))
+    assert error(lost) == (503, "unavailable")
+    assert b"may not have been stored" in lost[2]
+    assert (again[0], again[1]["idempotent-replayed"]) == (202, "true")
+    assert Event.objects.count() == 1
 
 
 def test_a_refusal_is_a_new_one_each_time(db):
