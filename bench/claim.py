@@ -154,7 +154,8 @@ def main() -> None:
     with harness.hub():
         from webhookhub.database import settle_planner
 
-        table, cases = make_table(), []
+        table = make_table()
+        cases: list[dict[str, Any]] = []
         settle_planner(look_ups=True)
         for name, endpoints in (("one endpoint", 1), ("10,000 endpoints", ENDPOINTS)):
             base = 0.0

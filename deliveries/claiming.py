@@ -18,7 +18,7 @@ from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 from django.conf import settings
-from django.db import transaction
+from django.db import DatabaseError, InterfaceError, transaction
 
 from deliveries.models import Delivery
 from deliveries.querysets import Claimed, Head, Lagging, Position, Seen
@@ -76,6 +76,7 @@ class Claimer:
         self._sweep_at = 0.0  # when it goes on, or the next one begins
         self._sweeps_at = [0.0] * len(SWEEPS)
         self._epoch: datetime | None = None  # the database's time at zero of our monotonic clock
+        self._unheard: uuid.UUID | None = None  # the token of a claim whose answer was lost
 
     @property
     def ask_at(self) -> float:
@@ -95,7 +96,19 @@ class Claimer:
         `busy` says how many requests each endpoint and each tenant has in flight here, `free` how many places for more
         there are, of which no tenant and no endpoint gets too many (Room).
         """
+        if self._unheard:
+            Delivery.objects.all().give_back(self._unheard)
+            self._unheard = None
         token = uuid7()
+        try:
+            return token, self._claim(Room(room, free, self._endpoint_limit, busy, token))
+        except (DatabaseError, InterfaceError):
+            # What was claimed, if anything was, is sent by nobody; and what became visible meanwhile may be far behind.
+            self._unheard, self._epoch = token, None
+            self._sweep, self._sweep_at, self._sweeps_at = None, 0.0, [0.0] * len(SWEEPS)
+            raise
+
+    def _claim(self, room: "Room") -> list[Claimed]:
         # They take turns at being first: whichever always were could take all the room and starve the others.
         now = time.monotonic()
         steps = [self._claim_new]
@@ -107,11 +120,9 @@ class Claimer:
         rows: list[Claimed] = []
         self.more = False
         for step in steps[first:] + steps[:first]:
-            if room > len(rows):
-                found = step(Room(room - len(rows), free - len(rows), self._endpoint_limit, busy.copy(), token))
-                busy = busy.with_these(found)
-                rows += found
-        return token, rows
+            if room.places > len(rows):
+                rows += step(room.after(rows))
+        return rows
 
     # --- New deliveries, and the sweep over all
 
@@ -314,6 +325,11 @@ class Room:
     busy: "Busy"
     token: uuid.UUID
 
+    def after(self, rows: Sequence[Claimed]) -> "Room":
+        """What is left of it when these are claimed."""
+        left = self.places - len(rows), self.free - len(rows)
+        return Room(*left, self.endpoint_limit, self.busy.with_these(rows), self.token)
+
     def is_fair(self, endpoint_id: uuid.UUID, tenant_id: uuid.UUID) -> bool:
         """Whether an endpoint may have one more."""
         of_tenant = TENANT_SHARE * self.free - self.busy.tenants[tenant_id]
@@ -346,10 +362,6 @@ class Busy:
 
     endpoints: Counter[uuid.UUID] = field(default_factory=Counter)
     tenants: Counter[uuid.UUID] = field(default_factory=Counter)
-
-    def copy(self) -> "Busy":
-        """Another one that counts the same."""
-        return Busy(self.endpoints.copy(), self.tenants.copy())
 
     def with_these(self, rows: Iterable[Claimed]) -> "Busy":
         """With these as well."""

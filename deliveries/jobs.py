@@ -30,6 +30,7 @@ from webhookhub.limits import raise_descriptor_limit
 logger = logging.getLogger(__name__)
 
 REPLAY_SECONDS = 2  # between steps of the replay jobs
+FAULT_SECONDS = 1.0  # before the next pump after a fault of ours, which may come again at once
 RESULT_SECONDS = 60  # for which Redis remembers a job that is done
 
 
@@ -106,7 +107,11 @@ def run_pump() -> None:
     """
     raise_descriptor_limit()
     while not PumpWorker.stopping:
-        _run_one_pump()
+        try:
+            _run_one_pump()
+        except Exception:
+            time.sleep(FAULT_SECONDS)
+            raise
         try:
             queue_pump()
             return

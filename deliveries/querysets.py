@@ -375,6 +375,12 @@ class DeliveryQuerySet(models.QuerySet["Delivery"]):
         }
         return [Claimed(*row) for row in run(self.db, CLAIM_LAGGING, params)]
 
+    def give_back(self, token: uuid.UUID) -> int:
+        """Ends a claim of which nothing was sent. Returns how many it had."""
+        return self.filter(state="sending", claim_token=token).update(
+            state="pending", claim_token=None, lease_until=None
+        )
+
     def heads(self, endpoints: Iterable[uuid.UUID]) -> list[Head]:
         """Whose turn it is at each of these endpoints, as far as anything waits for one."""
         return [Head(*row) for row in run(self.db, HEADS, {"endpoint": list(endpoints)})]

@@ -6,9 +6,10 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
+from unittest import mock
 
 import pytest
-from django.db import connection, transaction
+from django.db import OperationalError, connection, transaction
 from django.db.models.functions import Now
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
@@ -351,6 +352,37 @@ def test_a_row_that_another_has_locked_is_passed_over_and_found_later(endpoints,
 
     assert {row.id for row in first} == {ids[0], ids[2]}
     assert [row.id for row in second] == [ids[1]]
+
+
+def test_a_claim_whose_answer_was_lost_is_given_back_and_costs_no_attempt(endpoints, add, monkeypatch):
+    ids = add(endpoints[0], 3)
+    claimer, real = make_claimer(), DeliveryQuerySet.claim_these
+
+    def lose(self, *args, **params):
+        real(self, *args, **params)
+        raise OperationalError("the connection is lost")
+
+    with monkeypatch.context() as away:
+        away.setattr(DeliveryQuerySet, "claim_these", lose)
+        with pytest.raises(OperationalError):
+            claim(claimer)
+    assert Delivery.objects.filter(state="sending").count() == 3
+    found = claim(claimer)
+    assert {row.id for row in found} == set(ids)
+    assert {row.attempts_made for row in found} == {0}
+
+
+def test_after_an_outage_everything_is_looked_at_again(endpoints, add, monkeypatch):
+    monkeypatch.setattr(claiming, "SWEEPS", ((600.0, timedelta(days=1)),))
+    claimer = make_claimer()
+    claim(claimer)
+    late = add(endpoints[0], 1, ago=3_600)
+    assert claim(claimer) == []
+    with monkeypatch.context() as away:
+        away.setattr(DeliveryQuerySet, "page", mock.Mock(side_effect=OperationalError))
+        with pytest.raises(OperationalError):
+            claim(claimer)
+    assert [row.id for row in claim(claimer)] == late
 
 
 # --- The position
