@@ -107,7 +107,7 @@ CROSS JOIN LATERAL (
 PAGE = """
 SELECT due.due_at, due.id, due.endpoint_id, endpoint.tenant_id,
        endpoint.rate_limit IS NOT NULL OR endpoint.max_in_flight IS NOT NULL OR endpoint.ordered
-       OR endpoint.probe_at IS NOT NULL OR endpoint.recovered_at IS NOT NULL  -- endpoints.models.PACED
+       OR endpoint.probe_at IS NOT NULL OR endpoint.recovered_at IS NOT NULL  -- Endpoint.is_paced
 FROM (
     SELECT id, due_at, endpoint_id FROM deliveries_delivery
     WHERE state = 'pending' AND priority = %(priority)s AND due_at <= now()

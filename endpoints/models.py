@@ -181,15 +181,6 @@ def contract_choices() -> list[tuple[str, str]]:
     return [(contract.name, contract.title) for contract in CONTRACTS.values()]
 
 
-PACED = (
-    models.Q(rate_limit__isnull=False)
-    | models.Q(max_in_flight__isnull=False)
-    | models.Q(ordered=True)
-    | models.Q(probe_at__isnull=False)
-    | models.Q(recovered_at__isnull=False)
-)
-
-
 class Endpoint(Record):
     """A URL of a tenant to which events are delivered, under a contract."""
 
@@ -258,8 +249,6 @@ class Endpoint(Record):
         indexes = [
             # The fan-out: endpoints of a tenant (deliveries.querysets.STORE_EVENTS).
             models.Index(fields=["tenant", "status"], name="endpoint_fan_out"),
-            # Those whose pace a claim has to ask for (deliveries.querysets.CLAIM).
-            models.Index(fields=["id"], condition=PACED, name="endpoint_paced"),
         ]
         constraints = [
             # An empty list would mean "all" to one reader and "none" to another.
@@ -296,7 +285,7 @@ class Endpoint(Record):
 
     @property
     def is_paced(self) -> bool:
-        """Whether a claim has to ask for its pace; the same as PACED."""
+        """Whether a claim has to ask for its pace, as deliveries.querysets.PAGE has it."""
         limited = self.rate_limit is not None or self.max_in_flight is not None or self.ordered
         return limited or self.probe_at is not None or self.recovered_at is not None
 
