@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
+from urllib.parse import urljoin
 
 import pycurl
 
@@ -46,6 +47,8 @@ _ERRORS = {
 _BAD_HEADER = frozenset({8, pycurl.E_BAD_CONTENT_ENCODING})  # 8: CURLE_WEIRD_SERVER_REPLY, nameless in pycurl
 _STATUS_LINE = re.compile(r"HTTP/[0-9.]+ [0-9]{3}(?![0-9])")  # libcurl reads 2000 as 200
 _AUTHORITY = re.compile(r"[^/?#]*//[^/?#]*")
+_UNSENDABLE = re.compile(r"[\r\n\0]|[^\x00-\x7f]")  # in a header: libcurl would send line ends as they are
+_TLS_RECORD = re.compile(rb"[\x14-\x17]\x03", re.DOTALL)  # RFC 8446 section 5.1: type, version
 _HUGE_HEAD = 200_000  # bytes; libcurl says RECV_ERROR when a head passes its limit (300 KB)
 # What the system's resolver says of a name that libcurl could not resolve, which keeps that to itself.
 _RESOLVER = {
@@ -102,6 +105,10 @@ class Outcome:
         return next((line[len(start) :] for line in self.headers if line.lower().startswith(start)), None)
 
 
+class _InvalidHeader(ValueError):
+    """A header line that cannot be sent."""
+
+
 @dataclass(slots=True, eq=False)
 class _Handle:
     """A reusable curl handle with what its present transfer has gathered."""
@@ -113,17 +120,20 @@ class _Handle:
     blocked: Blocked | None = None
     exhausted: str = ""
     dialled: str | None = None
+    foreign: bytes = b""
     head: list[bytes] = field(default_factory=list)
     body: bytearray = field(default_factory=bytearray)
     received: int = 0
     sockets: list[socket.socket] = field(default_factory=list)
 
     def start(self, request: Request) -> None:
-        if any("\n" in line or "\r" in line for line in request.headers):
-            raise ValueError("a header holds a line end")  # libcurl would send it as it is
+        for line in request.headers:
+            if found := _UNSENDABLE.search(line):
+                raise _InvalidHeader(f"the header {line.partition(':')[0]} cannot be sent: it holds {found[0]!a}")
         self.request = request
         self.blocked, self.exhausted = None, ""
         self.dialled = None
+        self.foreign = b""
         self.head.clear()
         self.body = bytearray()
         self.received = 0
@@ -136,6 +146,9 @@ class _Handle:
         self.started_at = datetime.now(UTC)
 
     def on_body(self, chunk: bytes) -> int:
+        if not self.head:
+            self.foreign = chunk[:100]
+            return 0
         self.received += len(chunk)
         room = self.request.keep_bytes - len(self.body)
         if room > 0:
@@ -301,7 +314,7 @@ class Transport:
         times = [getinfo(info) for info in _TIMES]
         connected_to = getinfo(pycurl.PRIMARY_IP)
         status_line, headers, complete = _parse_head(handle.head)
-        status = getinfo(pycurl.RESPONSE_CODE) or None
+        status = (getinfo(pycurl.RESPONSE_CODE) or None) if handle.head else None
         error, detail = "", message
         if code != pycurl.E_OK:
             final = status is not None and status >= 200
@@ -310,9 +323,11 @@ class Transport:
                 detail = "" if handle.received > handle.request.read_bytes else f"response body unreadable: {message}"
             else:
                 error, status = self._error(handle, code, times[0]), None
-                detail = str(handle.blocked or handle.exhausted or message)
+                detail = str(handle.blocked or handle.exhausted or _not_http(handle) or message)
         if status is not None and not (100 <= status <= 599 and _STATUS_LINE.match(status_line)):
             error, detail, status = "malformed_response", f"{status_line[:100]!r} is no status from 100 to 599", None
+        if status is not None and 300 <= status <= 399:
+            detail = _way_out(handle.request.url, headers)
         return Outcome(
             request=handle.request,
             started_at=handle.started_at,
@@ -349,6 +364,7 @@ class Transport:
         curl.setopt(pycurl.POST, 1)
         curl.setopt(pycurl.PROTOCOLS, pycurl.PROTO_HTTP | pycurl.PROTO_HTTPS)
         curl.setopt(pycurl.FOLLOWLOCATION, 0)
+        curl.setopt(pycurl.HTTP09_ALLOWED, 1)  # what is no HTTP comes to on_body, which ends it and tells what it was
         curl.setopt(pycurl.PROXY, "")  # whatever the environment says
         curl.setopt(pycurl.NETRC, pycurl.NETRC_IGNORED)
         curl.setopt(pycurl.USERAGENT, USER_AGENT)
@@ -439,13 +455,33 @@ def _parse_head(lines: list[bytes]) -> tuple[str, list[str], bool]:
     return status_line, [line[:HEADER_CHARS] for line in headers[:HEADER_LINES]], last < len(blocks) - 1
 
 
+def _not_http(handle: _Handle) -> str:
+    """What is to say of an answer that does not begin with a status line."""
+    if not handle.foreign:
+        return ""
+    if _TLS_RECORD.match(handle.foreign):
+        return "The receiver speaks TLS on this port. Set the URL to https"
+    kept = handle.foreign[: handle.request.keep_bytes]
+    return f"The answer is not HTTP; it begins with {kept!r}" if kept else "The answer is not HTTP"
+
+
+def _way_out(url: str, headers: Sequence[str]) -> str:
+    """What is to say of a redirect, given the response's headers."""
+    location = next((line[9:].strip() for line in headers if line.lower().startswith("location:")), "")
+    if not location:
+        return ""
+    with contextlib.suppress(ValueError):  # of what is no URL; it is told as it came
+        location = urljoin(url, location)
+    return f"Redirects are not followed. Set the URL to {location}"
+
+
 def _not_built(request: Request, error: Exception) -> Outcome:
     return Outcome(
         request=request,
         started_at=datetime.now(UTC),
         status=None,
-        error="invalid_url",
-        detail=f"the request cannot be built: {error}"[:300],
+        error="invalid_header" if isinstance(error, _InvalidHeader) else "invalid_url",
+        detail=(str(error) if isinstance(error, _InvalidHeader) else f"the request cannot be built: {error}")[:300],
         address=None,
         timings=Timings(None, None, None, None, 0),
         headers=[],

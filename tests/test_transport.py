@@ -690,10 +690,10 @@ def test_six_hundred_requests_are_in_flight_at_once(transport, receiver):
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        pytest.param({"headers": ["content-type: a\r\nX-Evil: 1"]}, "line end", id="header-crlf"),
-        pytest.param({"headers": ["content-type: a\nX-Evil: 1"]}, "line end", id="header-lf"),
-        pytest.param({"headers": ["content-type: a\x00b"]}, "null", id="header-nul"),
-        pytest.param({"headers": ["content-type: ☃"]}, "encode", id="header-snowman"),
+        pytest.param({"headers": ["content-type: a\r\nX-Evil: 1"]}, r"content-type .* '\r'", id="header-crlf"),
+        pytest.param({"headers": ["content-type: a\nX-Evil: 1"]}, r"content-type .* '\n'", id="header-lf"),
+        pytest.param({"headers": ["content-type: a\x00b"]}, r"content-type .* '\x00'", id="header-nul"),
+        pytest.param({"headers": ["content-type: ☃"]}, r"content-type .* '\u2603'", id="header-snowman"),
         pytest.param({"url": "http://127.0.0.1:{port}/a b"}, "rejected", id="url-space"),
         pytest.param({"url": "http://127.0.0.1:{port}/a\tb"}, "rejected", id="url-tab"),
         pytest.param({"url": "http://127.0.0.1:{port}/a\r\nX-Evil: 1"}, "rejected", id="url-crlf"),
@@ -707,8 +707,8 @@ def test_a_request_that_cannot_be_built_ends_as_an_outcome(transport, receiver, 
 
     outcome = exchange_one(transport, request(**{"url": receiver.url, **fields}))
 
-    assert (outcome.status, outcome.error) == (None, "invalid_url")
-    assert word in outcome.detail
+    assert (outcome.status, outcome.error) == (None, "invalid_header" if "headers" in fields else "invalid_url")
+    assert re.search(word.replace("\\", "\\\\"), outcome.detail)
     assert outcome.started_at is not None
     assert receiver.connections == 0
 
@@ -741,7 +741,7 @@ def test_nothing_of_one_exchange_shows_in_the_next(transport, receiver):
     ]
 
     assert (one.truncated, len(one.body), len(three.body)) == (True, 50, 50)
-    for outcome, error in ((two, "blocked_address"), (four, "invalid_url"), (six, "blocked_address")):
+    for outcome, error in ((two, "blocked_address"), (four, "invalid_header"), (six, "blocked_address")):
         assert (outcome.error, outcome.status, outcome.address) == (error, None, None)
         assert (outcome.headers, outcome.body, outcome.truncated) == ([], b"", False)
         assert (outcome.timings.connect, outcome.timings.wait) == (None, None)
