@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import hypothesis
 import pytest
+import redis
+from django.conf import settings
 
 from deliveries.models import Delivery
 from deliveries.pump import Pump
@@ -14,6 +16,7 @@ from endpoints.contracts import CONTRACTS
 from endpoints.models import ApiKey, Endpoint, Tenant
 from endpoints.services import SYSTEM, create_api_key, create_endpoint
 from tests.clock import Clock
+from tests.product import Product
 from tests.receiver import Receiver
 
 # How long an example takes says nothing on a machine that is shared.
@@ -94,6 +97,16 @@ def clock(db, monkeypatch):
 
 
 @pytest.fixture
+def contract(monkeypatch) -> Callable[..., None]:
+    """Changes a contract for a test."""
+
+    def change(name: str = "standard", **fields: object) -> None:
+        monkeypatch.setitem(CONTRACTS, name, dataclasses.replace(CONTRACTS[name], **fields))
+
+    return change
+
+
+@pytest.fixture
 def endpoint_under(make_endpoint: Callable[..., Endpoint], monkeypatch) -> Callable[..., Endpoint]:
     """Makes an active endpoint under a contract; betterstood's may have a URL on loopback here."""
 
@@ -105,6 +118,17 @@ def endpoint_under(make_endpoint: Callable[..., Endpoint], monkeypatch) -> Calla
         return endpoint
 
     return make
+
+
+@pytest.fixture
+def product(db):
+    """The product, nothing of it started."""
+    valkey = redis.Redis.from_url(settings.REDIS_URL)
+    valkey.flushall()
+    valkey.close()
+    running = Product()
+    yield running
+    running.close()
 
 
 @pytest.fixture

@@ -46,16 +46,6 @@ FOUR = [STANDARD, BRIEF, BETTERSTOOD, KINGMINOS]
 
 
 @pytest.fixture
-def contract(monkeypatch) -> Callable[..., None]:
-    """Changes a contract for a test."""
-
-    def change(name: str = "standard", **fields: object) -> None:
-        monkeypatch.setitem(CONTRACTS, name, dataclasses.replace(CONTRACTS[name], **fields))
-
-    return change
-
-
-@pytest.fixture
 def unverified(make_endpoint, contract) -> Endpoint:
     """An endpoint that has to be verified first."""
     contract("betterstood", https_443=False)

@@ -3,25 +3,14 @@
 import socket
 
 import pytest
-import redis
 import requests
-from django.conf import settings
 from standardwebhooks import Webhook
 
-from tests.product import Product, wait_until
+from tests.product import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.django_db(transaction=True)]
 
 
-@pytest.fixture
-def product(db):
-    """The product, nothing of it started."""
-    valkey = redis.Redis.from_url(settings.REDIS_URL)
-    valkey.flushall()
-    valkey.close()
-    running = Product()
-    yield running
-    running.close()
 
 
 def test_a_posted_event_arrives_signed_within_a_second(product, api_key, endpoint, receiver):

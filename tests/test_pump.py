@@ -424,23 +424,6 @@ def test_a_url_that_the_rule_blocks_is_not_dialled(tenant, endpoint, receiver, p
     assert (attempt.address, receiver.connections) == (None, 0)
 
 
-@pytest.mark.parametrize("poison", [{"content_type": "text/☃"}, {"content_type": "a\r\nX-Evil: 1"}])
-def test_a_request_that_cannot_be_built_fails_alone(tenant, make_endpoint, receiver, pump, poison):
-    """Of one batch: a result that the database refused would take the others with it."""
-    make_endpoint(event_types=["good"])
-    bad = make_endpoint(event_types=["bad"])
-    if "url" in poison:
-        Endpoint.objects.filter(pk=bad.pk).update(url=poison["url"].format(port=receiver.port))
-    publish(tenant, type="bad", content_type=poison.get("content_type", "application/json"))
-    publish(tenant, type="good")
-
-    pump()
-
-    failed, delivered = Delivery.objects.order_by("id")
-    assert (failed.state, failed.last_error, failed.attempts_made) == ("pending", "invalid_url", 1)
-    assert (delivered.state, len(receiver.received)) == ("delivered", 1)
-
-
 def test_lacking_descriptors_of_our_own_is_no_attempt(tenant, endpoint, receiver, pump, monkeypatch, caplog):
     def no_socket(*_: object) -> None:
         raise OSError(24, "Too many open files")
