@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 REPLAY_SECONDS = 2  # between steps of the replay jobs
 FAULT_SECONDS = 1.0  # before the next pump after a fault of ours, which may come again at once
-RESULT_SECONDS = 60  # for which Redis remembers a job that is done
+RESULT_SECONDS = 60  # for which Redis remembers a job that is done,
+FAILURE_SECONDS = 86_400  # and one that failed: RQ's own year would let a fault that repeats fill it
 
 
 class HubWorker(SimpleWorker):
@@ -97,7 +98,7 @@ def queue_pump() -> None:
     """Puts a pump into the queue, unless one is there. Raises RedisError where Redis is away or full."""
     queue = django_rq.get_queue(settings.PUMP_QUEUE)  # a worker's own queues know nothing of our serializer
     if not queue.count:
-        queue.enqueue(run_pump, result_ttl=RESULT_SECONDS)
+        queue.enqueue(run_pump, result_ttl=RESULT_SECONDS, failure_ttl=FAILURE_SECONDS)
 
 
 def run_pump() -> None:
@@ -169,7 +170,7 @@ class Clock(DjangoCronScheduler):
         queued = []
         for job in self.get_jobs():
             if job.func and job.should_run() and not queue.count:
-                queue.enqueue(job.func, result_ttl=RESULT_SECONDS)
+                queue.enqueue(job.func, result_ttl=RESULT_SECONDS, failure_ttl=FAILURE_SECONDS)
                 job.set_enqueue_time(now())
                 queued.append(job)
         return queued

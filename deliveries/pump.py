@@ -28,7 +28,7 @@ from endpoints.contracts import STANDARD, Contract
 from endpoints.models import Endpoint
 from endpoints.services import contract_of, signing_keys
 from endpoints.signing import Key
-from webhookhub.database import settle_planner
+from webhookhub.database import PUMP_NAME, name_session, settle_planner
 from webhookhub.ids import uuid7
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,10 @@ BATCH_ROWS = 250  # most results of one record: a few milliseconds of the databa
 GATHER_SECONDS = 0.005  # how long due rows and results gather into batches while requests are in flight
 RECLAIM_SECONDS = 5.0  # between looks for leases that ran out
 RENEW_SECONDS = 2.0  # that other pumps have to renew theirs when the database is back: they ask for it once a second
+COMPARE_SECONDS = 60.0  # between comparisons of this machine's clock with the database's,
+CLOCK_SECONDS = (
+    5.0  # and by how much they may differ: receivers allow signatures minutes, and nobody notices until then
+)
 
 
 class Pump:
@@ -71,7 +75,7 @@ class Pump:
         self._busy = Busy()
         self._results: list[Result] = []
         self._results_since = 0.0
-        self._renew_at = self._reclaim_at = self._away_until = 0.0
+        self._renew_at = self._reclaim_at = self._compare_at = self._away_until = 0.0
 
     @property
     def hears_wake_ups(self) -> bool:
@@ -98,6 +102,7 @@ class Pump:
                 try:
                     if not settled and time.monotonic() >= self._away_until:
                         settle_planner(look_ups=True)
+                        name_session(PUMP_NAME)
                         settled = True
                     self._turn(stopping=deadline is not None)
                 except (OperationalError, InterfaceError) as error:
@@ -118,6 +123,9 @@ class Pump:
             if now >= self._reclaim_at:
                 self._reclaim_at = now + RECLAIM_SECONDS
                 reclaim_lost()
+            if now >= self._compare_at:
+                self._compare_at = now + COMPARE_SECONDS
+                _compare_clocks()
             for line in self._lines:
                 if now >= line.claim_at:
                     self._claim(line, now)
@@ -299,6 +307,17 @@ class _Trial:
     contract: Contract
     first_attempt_at: datetime | None
     tenant_id: uuid.UUID
+
+
+def _compare_clocks() -> None:
+    """Signatures carry this machine's time, all else goes by the database's."""
+    ahead = time.time() - Delivery.objects.all().database_now().timestamp()
+    if abs(ahead) > CLOCK_SECONDS:
+        logger.error(
+            "this machine's clock is %.0f s %s the database's: receivers may refuse what it signs. Set both by NTP",
+            abs(ahead),
+            "ahead of" if ahead > 0 else "behind",
+        )
 
 
 @functools.lru_cache(maxsize=10_000)

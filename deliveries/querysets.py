@@ -10,6 +10,7 @@ import msgspec
 from django.db import models
 from django.db.models.functions import Coalesce, Now
 
+from endpoints.pace import FAILURES_TO_OPEN
 from webhookhub.database import run
 
 if TYPE_CHECKING:
@@ -217,6 +218,24 @@ WITH result AS (
 SELECT delivery_id, trigger FROM done
 """
 
+# How late (seconds) the delivery is that has been due longest, of those that wait for nobody but us: not for the pace
+# of their endpoint (endpoints.models.PACED), nor in the line of one that only fails. Looks at a bounded number of rows.
+LATENESS = """
+SELECT extract(epoch FROM now() - min(due.due_at))::float8
+FROM unnest(ARRAY[0, 1]) AS asked (priority)
+CROSS JOIN LATERAL (
+    SELECT due_at, endpoint_id FROM deliveries_delivery
+    WHERE state = 'pending' AND priority = asked.priority AND due_at <= now()
+    ORDER BY due_at, id LIMIT %(limit)s
+) due
+JOIN endpoints_endpoint endpoint ON endpoint.id = due.endpoint_id
+JOIN endpoints_tenant tenant ON tenant.id = endpoint.tenant_id
+WHERE endpoint.status = 'active' AND tenant.webhooks_enabled AND endpoint.failures_in_a_row < %(failures)s
+  AND endpoint.rate_limit IS NULL AND endpoint.max_in_flight IS NULL AND NOT endpoint.ordered
+  AND endpoint.probe_at IS NULL AND endpoint.recovered_at IS NULL
+"""
+LATENESS_ROWS = 2_000  # of each priority: a few milliseconds
+
 RENEW = """
 UPDATE deliveries_delivery SET lease_until = now() + %(lease)s
 WHERE id = ANY(%(ids)s) AND claim_token = ANY(%(tokens)s)
@@ -404,6 +423,11 @@ class DeliveryQuerySet(models.QuerySet["Delivery"]):
         """Extends the lease of these claims (delivery -> token) that still stand."""
         params = {"ids": list(claims), "tokens": list(set(claims.values())), "lease": lease}
         run(self.db, RENEW, params)
+
+    def lateness(self) -> float:
+        """For how long (seconds) the delivery that is due longest has been so, of those that wait for nobody but us."""
+        [(seconds,)] = run(self.db, LATENESS, {"limit": LATENESS_ROWS, "failures": FAILURES_TO_OPEN})
+        return float(seconds or 0)
 
     def database_now(self) -> datetime:
         """The database's clock, by which due times and leases run."""

@@ -14,6 +14,28 @@ PLANNER = (
 # What those need that take a few rows out of many: each row of a batch is looked up, and order is an index's.
 LOOK_UPS = "SET enable_hashjoin = off; SET enable_mergejoin = off; SET enable_sort = off"
 
+PUMP_NAME = "webhookhub pump"  # of a pump's sessions
+
+_SESSIONS = """
+SELECT count(*)::int, extract(epoch FROM clock_timestamp() - max(query_start))::float8 FROM pg_stat_activity
+WHERE datname = current_database() AND application_name = %(name)s
+"""
+
+
+def name_session(name: str, using: str = "default") -> None:
+    """Says in `pg_stat_activity` what this thread's connection is for."""
+    with connections[using].cursor() as cursor:
+        cursor.execute("SELECT set_config('application_name', %s, false)", [name])
+
+
+def sessions_named(name: str, using: str = "default") -> tuple[int, float | None]:
+    """How many sessions of this database have a name, and how long ago (seconds) the last of their statements began.
+
+    Roles see when of their own sessions alone.
+    """
+    [(count, age)] = run(using, _SESSIONS, {"name": name})
+    return count, age
+
 
 def settle_planner(using: str = "default", *, look_ups: bool = False) -> None:
     """Prepares this thread's connection for `run`; for a thread that does little else on it."""

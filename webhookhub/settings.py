@@ -92,6 +92,7 @@ INSTALLED_APPS = [
     "deliveries",
 ]
 MIDDLEWARE = [
+    "deliveries.health.Health",  # ahead of the checks of name and scheme: load balancers ask by address
     "django.middleware.security.SecurityMiddleware",
     "webhookhub.middleware.ContentSecurityPolicy",
     "whitenoise.middleware.WhiteNoiseMiddleware",
@@ -198,6 +199,9 @@ PUMP_IN_FLIGHT = env_int("PUMP_IN_FLIGHT", 500, minimum=1)  # most requests in f
 PUMP_ENDPOINT_IN_FLIGHT = env_int("PUMP_ENDPOINT_IN_FLIGHT", 100, minimum=1)  # most of them to one endpoint
 PUMP_SECONDS = env_int("PUMP_SECONDS", 300, minimum=1)  # a pump job ends after this and is made anew
 LEASE_SECONDS = env_int("LEASE_SECONDS", 60, minimum=20)  # a claim not renewed for this long is taken back
+
+# GET /readyz says 503 when a delivery that waits for nobody but us is overdue by more than this (deliveries/health.py).
+READY_MAX_LATE_SECONDS = env_int("READY_MAX_LATE_SECONDS", 300, minimum=1)
 
 REST_FRAMEWORK = {
     "DEFAULT_RENDERER_CLASSES": ["webhookhub.api.JSONRenderer"],

@@ -37,6 +37,7 @@ from webhookhub.admin import (
 
 # The fastest a replay job may be: each step of it is one transaction.
 MOST_A_SECOND = 1000
+LATE_SECONDS = 30  # from which on people are told that what is due does not go out
 
 
 class AttemptInline(admin.StackedInline[Attempt, Delivery]):
@@ -203,6 +204,13 @@ class DeliveryAdmin(ReadOnlyAdmin):
             why_not_cancel,
         ),
     ]
+
+    def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+        """The list, and whether what is due does not go out."""
+        if (late := Delivery.objects.all().lateness()) > LATE_SECONDS:
+            told = "The oldest due delivery is %.0f s late: are the workers there, and are they enough?"
+            messages.warning(request, told % late)
+        return super().changelist_view(request, extra_context)
 
     def get_queryset(self, request: HttpRequest) -> Any:
         """Lists do without the payloads."""
