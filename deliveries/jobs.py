@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import signal
 import threading
 import time
 from types import FrameType
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 REPLAY_SECONDS = 2  # between steps of the replay jobs
 FAULT_SECONDS = 1.0  # before the next pump after a fault of ours, which may come again at once
+CLOCK_SECONDS = 0.5  # between two looks of the clock, at least
 RESULT_SECONDS = 60  # for which Redis remembers a job that is done,
 FAILURE_SECONDS = 86_400  # and one that failed: RQ's own year would let a fault that repeats fill it
 
@@ -63,6 +65,11 @@ class HubWorker(SimpleWorker):
         self._stop_requested = True
         super().handle_warm_shutdown_request()  # type: ignore[no-untyped-call]
 
+    def set_shutdown_requested_date(self) -> None:
+        """As RQ's, if Redis takes it: what is raised here comes out of a signal handler, and ends what is in flight."""
+        with contextlib.suppress(redis.RedisError):
+            super().set_shutdown_requested_date()  # type: ignore[no-untyped-call]
+
     def _start_scheduler(self, *args: Any, **kwargs: Any) -> None:
         """Starts none."""
 
@@ -74,6 +81,20 @@ class PumpWorker(HubWorker):
     """
 
     stopping = False
+
+    def work(self, *args: Any, **kwargs: Any) -> bool:
+        """As RQ's. While Redis refuses to be written to (it is full, or cannot write to its disk) a pump runs all the
+        same, and then the process ends: its pool makes another one, which tries again.
+        """
+        try:
+            return super().work(*args, **kwargs)
+        except redis.ResponseError as error:
+            logger.error("Redis refuses what RQ writes, and a pump runs without it: %s", error)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: self.handle_warm_shutdown_request())
+        if not self._stop_requested:
+            run_pump()
+        return True
 
     def before_dequeue(self) -> None:
         """Sees to it that there is a pump to run."""
@@ -174,6 +195,12 @@ class Clock(DjangoCronScheduler):
                 job.set_enqueue_time(now())
                 queued.append(job)
         return queued
+
+    def calculate_sleep_interval(self) -> float:
+        """Seconds until it looks again. RQ's own number is none at all while a job waits that is not queued again, and
+        a minute where no job has been queued yet.
+        """
+        return min(max(super().calculate_sleep_interval(), CLOCK_SECONDS), REPLAY_SECONDS)
 
     def _request_stop(self, signum: int, frame: FrameType | None) -> None:
         self._stopped.set()
