@@ -25,7 +25,7 @@ def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
 
 
 class Product:
-    """Starts and ends the processes; `url` is the web's."""
+    """Starts and ends the processes; `url` is the web's, `environment` what those started from now on see."""
 
     def __init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -33,7 +33,7 @@ class Product:
         self.url = f"http://127.0.0.1:{self.port}"
         self._running: list[subprocess.Popen[bytes]] = []
         database = settings.DATABASE_URL.replace("/webhookhub", f"/{connection.settings_dict['NAME']}", 1)
-        self._environment = {**os.environ, "DATABASE_URL": database, "LOG_LEVEL": "WARNING"}
+        self.environment = {**os.environ, "DATABASE_URL": database, "LOG_LEVEL": "WARNING"}
 
     def start_web(self) -> subprocess.Popen[bytes]:
         """A web process, once it answers."""
@@ -51,18 +51,27 @@ class Product:
         wait_until(answers)
         return process
 
+    def start_clock(self) -> subprocess.Popen[bytes]:
+        """What queues the periodic jobs."""
+        return self._start("manage.py", "clock")
+
+    def start_jobs_worker(self) -> subprocess.Popen[bytes]:
+        """A worker pool for the periodic jobs."""
+        return self._start_pool("jobs", "HubWorker")
+
     def start_worker(self) -> subprocess.Popen[bytes]:
         """A worker pool with one pump."""
+        return self._start_pool("pump", "PumpWorker")
+
+    def _start_pool(self, queue: str, worker: str) -> subprocess.Popen[bytes]:
         return self._start(
-            *("manage.py", "rqworker-pool", "pump", "-v", "0", "--num-workers", "1"),
-            *("--worker-class", "deliveries.jobs.PumpWorker", "--serializer", "rq.serializers.JSONSerializer"),
+            *("manage.py", "rqworker-pool", queue, "-v", "0", "--num-workers", "1"),
+            *("--worker-class", f"deliveries.jobs.{worker}", "--serializer", "rq.serializers.JSONSerializer"),
         )
 
     def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
         # A session of its own: killing the group takes the pool and its workers down at once.
-        process = subprocess.Popen(
-            [sys.executable, *arguments], cwd=ROOT, env=self._environment, start_new_session=True
-        )
+        process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=self.environment, start_new_session=True)
         self._running.append(process)
         return process
 

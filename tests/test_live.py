@@ -11,8 +11,6 @@ from tests.product import wait_until
 pytestmark = [pytest.mark.live, pytest.mark.django_db(transaction=True)]
 
 
-
-
 def test_a_posted_event_arrives_signed_within_a_second(product, api_key, endpoint, receiver):
     product.start_web()
     product.start_worker()

@@ -24,19 +24,6 @@ def event(tenant, type="invoice.paid", **fields):
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_rollback_after_publishing_stores_nothing_and_wakes_nobody(tenant, endpoint, wakes, receiver, pump):
-    with pytest.raises(RuntimeError), transaction.atomic():
-        [result] = publish_events([event(tenant)])
-        assert isinstance(result, Published)
-        raise RuntimeError
-    assert not Event.objects.exists()
-    assert not Delivery.objects.exists()
-    assert not wakes
-    pump(seconds=1)
-    assert not receiver.received
-
-
-@pytest.mark.django_db(transaction=True)
 def test_inside_a_transaction_the_wake_up_waits_for_the_commit(tenant, endpoint, wakes):
     with transaction.atomic():
         publish_events([event(tenant)])
