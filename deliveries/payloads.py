@@ -8,6 +8,7 @@ Two readers answer it. `_is_plain` is quick and may only say "certainly fine"; w
 `_read`, which never recurses, is exact, and alone words the errors.
 """
 
+import functools
 import json
 import re
 from dataclasses import dataclass
@@ -73,6 +74,36 @@ def slice_members(body: bytes, *, max_depth: int = MAX_DEPTH + 1) -> dict[str, b
     return members
 
 
+def slice_items(body: bytes, name: str, limit: int) -> list[bytes]:
+    """Return the items of the array that is the only member, `name`, of a JSON object: the exact bytes of each.
+
+    Each item remains to be checked, by `check` or `slice_members`; it may be an object with a payload of `MAX_DEPTH` in
+    it. Raises `PayloadError` for what is no JSON, has another shape, or more items than `limit`.
+    """
+    begin, inner = re.match(_ONLY_MEMBER % name.encode(), body), body.rstrip(_SPACE)
+    items: list[bytes] | None = None
+    if begin and inner.endswith(b"}"):
+        try:
+            found = msgspec.structs.astuple(_items_decoder(limit + 1).decode(inner[begin.end() : -1]))
+            items = [bytes(item) for item in found if item is not None]
+        except (msgspec.MsgspecError, RecursionError):
+            pass  # not JSON, not an array, or too deep for a reader that recurses: the exact reader decides
+    if items is None:
+        members = _read(body, MAX_DEPTH + 3) or {}
+        if unknown := sorted(members.keys() - {name}):
+            detail = f"The body has one member, {name}, and no {_shown(unknown[0])}."
+            raise PayloadError("unknown_member", detail, f"/{_escaped(unknown[0])}")
+        if not members.get(name, b"").startswith(b"["):
+            detail = f'The body must be an object with an array, as in {{"{name}": [...]}}.'
+            raise PayloadError(f"{name}_missing", detail, f"/{name}")
+        reader = _Reader(members[name], MAX_DEPTH + 2, max_items=limit + 1)
+        reader.read()
+        items = reader.items
+    if len(items) > limit:
+        raise PayloadError(f"{name}_too_many", f"There are more than {limit} {name} in the body.", f"/{name}")
+    return items
+
+
 def check_size(payload: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> None:
     """Raise `PayloadError` for what is too large."""
     if len(payload) > max_bytes:
@@ -109,6 +140,17 @@ _PLAIN = json.JSONDecoder(
     object_pairs_hook=_refuse_repeated_names, parse_int=str, parse_float=str, parse_constant=_refuse_constant
 )
 _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+@functools.cache
+def _items_decoder(limit: int) -> msgspec.json.Decoder[msgspec.Struct]:
+    """Reads an array as a struct of its first `limit` items, passing over the rest: a list would hold millions."""
+    fields = [(f"item{number}", msgspec.Raw, msgspec.field(default=None)) for number in range(limit)]
+    return msgspec.json.Decoder(msgspec.defstruct("Items", fields, array_like=True))
+
+
+_SPACE = b" \t\r\n"
+_ONLY_MEMBER = rb'[ \t\r\n]*{[ \t\r\n]*"%b"[ \t\r\n]*:'  # the way to its value
 
 _CONTAINER = re.compile(rb"[ \t\r\n]*[\[{]")
 _SURROGATE_PAIR = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..")
@@ -182,10 +224,12 @@ class _Container:
 class _Reader:
     """One walk over a document. Open containers are kept in a list: depth costs memory, never recursion."""
 
-    def __init__(self, text: bytes, max_depth: int) -> None:
+    def __init__(self, text: bytes, max_depth: int, max_items: int = 0) -> None:
         self.text = text + b"\0"  # a byte that is valid nowhere, so that no step has to ask whether it is at the end
         self.max_depth = max_depth
         self.open: list[_Container] = []
+        self.max_items = max_items
+        self.items: list[bytes] = []  # the first ones of a document that is an array
 
     def read(self) -> dict[str, bytes] | None:
         text, containers = self.text, self.open
@@ -202,8 +246,11 @@ class _Reader:
                     self._end_document(at)
                     return members
                 container = containers[-1]
-                if members is not None and len(containers) == 1 and container.name is not None:
-                    members[container.name] = text[start:at]
+                if len(containers) == 1:
+                    if members is None and len(self.items) < self.max_items:
+                        self.items.append(text[start:at])
+                    elif members is not None and container.name is not None:
+                        members[container.name] = text[start:at]
                 at, ended = self._end_value(container, at)
 
     def _begin_value(self, at: int) -> tuple[int, bool]:
@@ -323,10 +370,15 @@ class _Reader:
             if container.names is None:
                 pointer += f"/{container.item}"
             elif container.name is not None:
-                pointer += "/" + container.name.replace("~", "~0").replace("/", "~1")
+                pointer += f"/{_escaped(container.name)}"
             if len(pointer) > _POINTER_CHARS:
                 return ""
         return pointer
+
+
+def _escaped(name: str) -> str:
+    """A member's name in a JSON pointer."""
+    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _shown(name: str) -> str:

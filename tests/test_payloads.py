@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from deliveries import payloads
-from deliveries.payloads import PayloadError, check, check_kind, check_size, slice_members
+from deliveries.payloads import PayloadError, check, check_kind, check_size, slice_items, slice_members
 from tests.vectors_loader import build_bytes, load
 
 CASES: list[dict[str, Any]] = load("json_payloads")["cases"]
@@ -142,6 +142,28 @@ def test_slices_equal_the_bytes_that_went_in(parts: dict[str, str], white: str) 
     assert slice_members(body.encode()) == {name: value.encode() for name, value in parts.items()}
 
 
+@given(st.lists(VALUES, max_size=4), st.sampled_from(['"a"', r'"\u0061"']), WHITE)
+def test_items_equal_the_bytes_that_went_in(parts: list[str], name: str, white: str) -> None:
+    items = f",{white}".join(f"{white}{part}{white}" for part in parts)
+    body = f"{white}{{{white}{name}{white}:{white}[{items}]{white}}}{white}".encode()
+    if isinstance(read_exactly(body, 1000), PayloadError):
+        return
+    assert slice_items(body, "a", 4) == [part.encode() for part in parts]
+
+
+@given(st.lists(VALUES, max_size=3).map(lambda parts: "[" + ",".join(parts) + "]") | DOCUMENTS.map(bytes.decode))
+def test_a_body_of_sound_items_is_sound(value: str) -> None:
+    body = f'{{"a":{value}}}'.encode()
+    try:
+        items = slice_items(body, "a", 100)
+        for item in items:
+            check(b"[" + item + b"]")
+    except PayloadError:
+        return
+    assert json.loads(body, parse_int=str) == {"a": [json.loads(item, parse_int=str) for item in items]}
+    check(body)
+
+
 # --- traps ----------------------------------------------------------------------------------------------------------
 
 
@@ -238,3 +260,38 @@ def test_an_error_says_what_where_and_how_to_go_on() -> None:
 
 def test_a_pointer_that_would_be_very_long_is_left_out() -> None:
     assert refusal(b"[" * 900 + b"x").pointer == ""
+
+
+def test_items_of_any_depth_that_a_payload_may_have_are_found() -> None:
+    deepest = b'{"data":' + b"[" * 1000 + b"]" * 1000 + b"}"
+    assert slice_items(b'{"a":[' + deepest + b" , 1]}", "a", 2) == [deepest, b"1"]
+
+
+@pytest.mark.parametrize("item", [b"1", b"[" * 900 + b"]" * 900], ids=["flat", "deep"])
+def test_more_items_than_the_limit_are_refused(item: bytes) -> None:
+    assert slice_items(b'{"a":[' + b",".join([item] * 3) + b"]}", "a", 3) == [item] * 3
+    with pytest.raises(PayloadError) as caught:
+        slice_items(b'{"a":[' + b",".join([item] * 4) + b"]}", "a", 3)
+    assert (caught.value.code, caught.value.pointer) == ("a_too_many", "/a")
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b'{"a":[],"a":[]}', "duplicate_key"),
+        (b'{"a":[1] 2}', "invalid_json"),
+        (b'{"a":[1,]}', "invalid_json"),
+        (b'{"a":[1]}}', "invalid_json"),
+        (b'{"a":[1]', "invalid_json"),
+        (b'\xef\xbb\xbf{"a":[]}', "bom_not_allowed"),
+        (b"", "empty_body"),
+        (b'{"a":[],"b":1}', "unknown_member"),
+        (b'{"a":{}}', "a_missing"),
+        (b"{}", "a_missing"),
+        (b"[]", "a_missing"),
+    ],
+)
+def test_what_has_not_one_member_with_an_array_is_refused(body: bytes, code: str) -> None:
+    with pytest.raises(PayloadError) as caught:
+        slice_items(body, "a", 9)
+    assert caught.value.code == code
