@@ -1,8 +1,9 @@
-"""Taking events in. `POST /v1/events` is answered here, ahead of Django: single posts that wait at the same moment
-share one commit. The API's own view is made of the same functions, for those who serve plain WSGI.
+"""Taking events in. `POST /v1/events` and `/v1/events/batch` are answered here, ahead of Django: what waits at the same
+moment shares one commit. The API's own views are made of the same functions, for those who serve plain WSGI.
 """
 
 import asyncio
+import itertools
 import logging
 import queue
 import re
@@ -10,7 +11,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,7 +25,7 @@ from deliveries.publishing import KeyReused, NewEvent, Published, Publishing, Re
 from deliveries.routing import MAX_BYTES, Rejected
 from endpoints.models import EVENT_TYPE, ApiKey
 from endpoints.services import authenticate
-from webhookhub.api import Answer, Problem, parse_idempotency_key
+from webhookhub.api import Answer, Problem, check_key, parse_idempotency_key
 from webhookhub.database import settle_planner
 from webhookhub.ids import typeid
 
@@ -34,30 +35,38 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 logger = logging.getLogger(__name__)
 
-PATHS = frozenset({"/v1/events", "/v1/events/"})
+BATCH_PATHS = frozenset({"/v1/events/batch", "/v1/events/batch/"})
+PATHS = frozenset({"/v1/events", "/v1/events/"}) | BATCH_PATHS
 MAX_TYPE_CHARS = 200  # Event.type
 _TYPE = re.compile(EVENT_TYPE)
-MEMBERS = {"type", "data", "metadata"}
+MEMBERS = ("type", "data", "metadata")
+BATCH_MEMBERS = (*MEMBERS, "idempotency_key")
+_KEY = re.compile(r"[\x20-\x7e]*")  # what a header can carry
 
-# --- One event, from the request to the answer. Pure but for the key's look-up.
+# --- Events, from the request to the answer. Pure but for the key's look-up.
 
 
-def check_head(headers: Mapping[str, str]) -> None:
+def body_limit(path: str) -> int:
+    """How many bytes the body of a request to this path may have."""
+    return settings.INTAKE_BATCH_BYTES if path in BATCH_PATHS else settings.INTAKE_BODY_BYTES
+
+
+def check_head(headers: Mapping[str, str], limit: int) -> None:
     """Refuses by the head alone what need not be read. Header names are in lower case. Raises Problem."""
     media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise Problem(415, "not_json", "Send the event as JSON with Content-Type: application/json")
     length = headers.get("content-length", "0")
-    if length.isascii() and length.isdigit() and int(length[:20]) > settings.INTAKE_BODY_BYTES:
-        raise too_large()
+    if length.isascii() and length.isdigit() and int(length[:20]) > limit:
+        raise too_large(limit)
 
 
 # Refusals are made anew each time: an exception that is raised again keeps the frames of all times before.
 
 
-def too_large() -> Problem:
-    """The refusal of a body over the limit."""
-    detail = f"The body is over {settings.INTAKE_BODY_BYTES:,} bytes, the most that is taken"
+def too_large(limit: int) -> Problem:
+    """The refusal of a body over the limit, in bytes."""
+    detail = f"The body is over {limit:,} bytes, the most that is taken"
     return Problem(413, "body_too_large", detail)
 
 
@@ -70,7 +79,7 @@ def unauthorized() -> Problem:
 def unavailable() -> Problem:
     """The refusal while the database is away."""
     # A connection may be lost after the commit and before the word of it: nobody knows then.
-    detail = "The event may not have been stored. Send it again, with the same Idempotency-Key"
+    detail = "The event may not have been stored. Send it again, with the same idempotency key"
     return Problem(503, "unavailable", detail, headers={"Retry-After": "1"})
 
 
@@ -95,20 +104,77 @@ def read_event(tenant_id: uuid.UUID, headers: Mapping[str, str], body: bytes) ->
     key = parse_idempotency_key(headers.get("idempotency-key"))
     try:
         members = payloads.slice_members(body)
-        if unknown := sorted(members.keys() - MEMBERS):
-            raise Problem(
-                400, "unknown_member", f"An event has type, data and metadata, but no {unknown[0]!r}", f"/{unknown[0]}"
-            )
-        event_type = _read_type(members.get("type"))
-        data = members.get("data")
-        if data is None:
-            raise Problem(400, "data_missing", "Give the payload, an object or an array, as data", "/data")
+    except payloads.PayloadError as error:
+        raise Problem(error.status, error.code, error.detail, error.pointer) from error
+    return _read_members(tenant_id, members, key, MEMBERS)
+
+
+def read_batch(tenant_id: uuid.UUID, headers: Mapping[str, str], body: bytes) -> list[NewEvent | Problem]:
+    """The events that a batch's body describes, in order, or why one is refused; a pointer leads from the event.
+
+    Raises Problem for a body that is not sound JSON or not a batch.
+    """
+    if "idempotency-key" in headers:
+        detail = "A batch has no Idempotency-Key of its own; give each event one, as its member idempotency_key"
+        raise Problem(400, "idempotency_key_of_batch", detail)
+    try:
+        items = payloads.slice_items(body, "events", settings.INTAKE_BATCH_EVENTS)
+    except payloads.PayloadError as error:
+        raise Problem(error.status, error.code, error.detail, error.pointer) from error
+    if not items:
+        raise Problem(400, "events_missing", "There is no event in the body", "/events")
+    return [_read_item(tenant_id, item, f"/events/{number}") for number, item in enumerate(items)]
+
+
+def _read_item(tenant_id: uuid.UUID, item: bytes, place: str) -> NewEvent | Problem:
+    """An event of a batch. Raises Problem when the fault is the batch's."""
+    if len(item) > settings.INTAKE_BODY_BYTES:
+        return Problem(413, "event_too_large", f"The event is over {settings.INTAKE_BODY_BYTES:,} bytes")
+    try:
+        members = payloads.slice_members(item)
+    except payloads.PayloadError as error:
+        detail = f"In the text of {place}, positions in which count from its first byte: {error.detail}"
+        raise Problem(400, error.code, detail, f"{place}{error.pointer}") from error
+    try:
+        return _read_members(tenant_id, members, _read_key(members.get("idempotency_key")), BATCH_MEMBERS)
+    except Problem as problem:
+        return problem.with_traceback(None)
+
+
+def _read_members(
+    tenant_id: uuid.UUID, members: Mapping[str, bytes], key: str | None, known: Sequence[str]
+) -> NewEvent:
+    """The event of these members, each as its bytes. Raises Problem."""
+    if unknown := sorted(members.keys() - set(known)):
+        detail = f"An event has {', '.join(known[:-1])} and {known[-1]}, but no {unknown[0]!r}"
+        raise Problem(400, "unknown_member", detail, f"/{unknown[0]}")
+    event_type = _read_type(members.get("type"))
+    data = members.get("data")
+    if data is None:
+        raise Problem(400, "data_missing", "Give the payload, an object or an array, as data", "/data")
+    try:
         payloads.check_kind(data)
         if len(data) > MAX_BYTES:
             payloads.check_size(data)
     except payloads.PayloadError as error:
-        raise Problem(error.status, error.code, error.detail, error.pointer) from error
+        raise Problem(error.status, error.code, error.detail, "/data") from None
     return NewEvent(tenant_id, event_type, data, caller_key=key, metadata=_read_metadata(members.get("metadata")))
+
+
+def _read_key(value: bytes | None) -> str | None:
+    if value is None:
+        return None
+    try:
+        key = msgspec.json.decode(value, type=str)
+    except msgspec.DecodeError:
+        key = "\0"
+    try:
+        if not _KEY.fullmatch(key):
+            raise Problem(400, "idempotency_key_malformed", "idempotency_key must be a text in visible ASCII")
+        return check_key(key)
+    except Problem as problem:
+        problem.pointer = "/idempotency_key"
+        raise
 
 
 def _read_type(value: bytes | None) -> str:
@@ -140,27 +206,59 @@ def _read_metadata(value: bytes | None) -> dict[str, str]:
 
 
 def answer(event: NewEvent, result: Publishing) -> Answer:
-    """What the caller is told of a result."""
+    """What the caller is told of an event."""
+    if isinstance(result, Published):
+        body = msgspec.json.encode({"id": typeid(Event.prefix, result.event_id), "type": event.type})
+        return Answer(202, body, headers=(("Idempotent-Replayed", "true"),) if result.repeated else ())
+    return _problem_of(result).answer()
+
+
+def answer_batch(items: Sequence[NewEvent | Problem], results: Iterable[Publishing]) -> Answer:
+    """What the caller is told of a batch, event by event in the order sent; `results` are those of its new events.
+
+    202 when at least one was stored. Else the answer is that of the first, and 503 when sending it again may help.
+    """
+    stored = iter(results)
+    data: list[dict[str, Any]] = []
+    refusals: list[Problem] = []
+    for number, item in enumerate(items):
+        result = item if isinstance(item, Problem) else next(stored)
+        if isinstance(result, Published) and isinstance(item, NewEvent):
+            told = {"id": typeid(Event.prefix, result.event_id), "type": item.type}
+            data.append({**told, "repeated": True} if result.repeated else told)
+            continue
+        problem = result if isinstance(result, Problem) else _problem_of(result)
+        if problem.pointer:
+            problem.pointer = f"/events/{number}{problem.pointer}"
+        refusals.append(problem)
+        data.append(problem.members())
+    if len(refusals) < len(data):
+        return Answer(202, msgspec.json.encode({"data": data}))
+    worst = next((one for one in refusals if one.status == 503), refusals[0])
+    worst.detail = f"None of the events was stored. {worst.detail}"
+    return worst.answer(data=data)
+
+
+def _problem_of(result: Publishing) -> Problem:
+    """Why an event is not stored."""
     match result:
-        case Published(event_id, repeated):
-            body = msgspec.json.encode({"id": typeid(Event.prefix, event_id), "type": event.type})
-            return Answer(202, body, headers=(("Idempotent-Replayed", "true"),) if repeated else ())
         case KeyReused(event_id):
             first = typeid(Event.prefix, event_id)
-            detail = f"This Idempotency-Key belongs to another event, {first}. Use a new key for a new event"
-            return Problem(422, "idempotency_key_reused", detail).answer()
+            detail = f"This idempotency key belongs to another event, {first}. Use a new key for a new event"
+            return Problem(422, "idempotency_key_reused", detail)
         case Rejected(status, code, detail, pointer):
-            return Problem(status, code, detail, pointer).answer()
+            return Problem(status, code, detail, pointer)
         case Refused(transient=True):
-            return unavailable().answer()
+            return unavailable()
         case _:
-            return Problem(500, "internal", "The event was not stored, by a fault of ours").answer()
+            return Problem(500, "internal", "The event was not stored, by a fault of ours")
 
 
 # --- The fast lane
 
 
-Waiting = tuple[NewEvent, "asyncio.Future[Answer]"]
+Group = tuple[list[NewEvent], "asyncio.Future[list[Publishing | None]]"]
+Waiting = tuple[NewEvent, "asyncio.Future[Publishing]"]
 
 
 class Turns:
@@ -203,7 +301,7 @@ class Committer:
     """
 
     def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[Waiting | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Group | None] = queue.SimpleQueue()
         self._known = Turns()
         self._loop = asyncio.get_running_loop()
         self._threads = [
@@ -213,11 +311,17 @@ class Committer:
         for thread in self._threads:
             thread.start()
 
-    async def publish(self, event: NewEvent) -> Answer:
-        """Publishes an event and returns the answer for its caller, after commit."""
-        future: asyncio.Future[Answer] = self._loop.create_future()
-        self._waiting.put((event, future))
-        return await future
+    async def publish(self, events: list[NewEvent]) -> list[Publishing]:
+        """Publishes the events of one request and returns what became of each, after commit."""
+        future: asyncio.Future[list[Publishing | None]] = self._loop.create_future()
+        self._waiting.put((events, future))
+        first = await future
+        later: dict[int, asyncio.Future[Publishing]] = {}
+        for number, result in enumerate(first):
+            if result is None:
+                later[number] = self._loop.create_future()
+                self._known.put((events[number], later[number]))
+        return [result or await later[number] for number, result in enumerate(first)]
 
     def close(self) -> None:
         """Commits what waits, and ends."""
@@ -229,54 +333,63 @@ class Committer:
     def _commit_groups(self) -> None:
         ended = False
         while not ended:
-            taken = [self._waiting.get()]
-            while len(taken) < settings.INTAKE_GROUP and not self._waiting.empty():
-                taken.append(self._waiting.get())
-            ended = None in taken
-            if group := [waiting for waiting in taken if waiting is not None]:
-                self._publish(group, publish_plain)
+            groups: list[Group] = []
+            events: list[NewEvent] = []
+            taken = self._waiting.get()
+            while taken is not None:
+                groups.append(taken)
+                events += taken[0]
+                if len(events) >= settings.INTAKE_GROUP or self._waiting.empty():
+                    break
+                taken = self._waiting.get()
+            ended = taken is None
+            if not events:
+                continue
+            results = iter(_publish(events, publish_plain))
+            done = [(future, list(itertools.islice(results, len(own)))) for own, future in groups]
+            self._loop.call_soon_threadsafe(_resolve, done)
         connection.close()
 
     def _publish_known(self) -> None:
         while (waiting := self._known.get()) is not None:
-            self._publish([waiting], lambda events: [publish_known(event) for event in events])
+            event, future = waiting
+            results = _publish([event], lambda events: [publish_known(one) for one in events])
+            self._loop.call_soon_threadsafe(_resolve, [(future, results[0])])
         connection.close()
 
-    def _publish(self, group: list[Waiting], publish: Callable[[list[NewEvent]], Sequence[Publishing | None]]) -> None:
-        events = [event for event, _ in group]
-        try:
-            if connection.connection is None:
-                settle_planner()
-        except (DatabaseError, InterfaceError):
-            pass  # publishing meets the same, and says so
-        try:
-            results = publish(events)
-        except Exception:
-            logger.exception("%d events refused by a fault of ours", len(events))
-            results = [Refused(transient=False)] * len(events)
-        done: list[tuple[asyncio.Future[Answer], Answer]] = []
-        for waiting, result in zip(group, results, strict=True):
-            if result is None:
-                self._known.put(waiting)
-            else:
-                done.append((waiting[1], answer(waiting[0], result)))
-        if any(one.status == 503 for _, one in done):
-            connection.close()  # the next group finds out whether the database is back
-        self._loop.call_soon_threadsafe(_resolve, done)
+
+def _publish(
+    events: list[NewEvent], publish: Callable[[list[NewEvent]], Sequence[Publishing | None]]
+) -> Sequence[Publishing | None]:
+    """What `publish` makes of these events; never raises. For a thread with a connection of its own."""
+    try:
+        if connection.connection is None:
+            settle_planner()
+    except (DatabaseError, InterfaceError):
+        pass  # publishing meets the same, and says so
+    try:
+        results = publish(events)
+    except Exception:
+        logger.exception("%d events refused by a fault of ours", len(events))
+        results = [Refused(transient=False)] * len(events)
+    if any(result == Refused(transient=True) for result in results):
+        connection.close()  # the next group finds out whether the database is back
+    return results
 
 
-def _resolve(done: "list[tuple[asyncio.Future[Answer], Answer]]") -> None:
+def _resolve(done: "Iterable[tuple[asyncio.Future[Any], Any]]") -> None:
     for future, result in done:
         if not future.done():  # its caller may have gone
             future.set_result(result)
 
 
 class FastLane:
-    """`POST /v1/events` as an ASGI application. Made inside a running event loop; one a process."""
+    """`POST /v1/events` and its batches as an ASGI application. Made inside a running event loop; one a process."""
 
     def __init__(self) -> None:
         self._committer = Committer()
         self._look_ups = ThreadPoolExecutor(1, thread_name_prefix="api-key")  # one thread, one connection
+        self._readers = ThreadPoolExecutor(1, thread_name_prefix="batch")
         self._tenants: dict[str, tuple[float, uuid.UUID]] = {}  # Authorization -> (believed until, tenant)
 
     def close(self) -> None:
@@ -284,20 +397,37 @@ class FastLane:
         self._committer.close()
         self._look_ups.submit(lambda: connection.close())  # that thread's connection, not this one's
         self._look_ups.shutdown()
+        self._readers.shutdown()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        limit = body_limit(scope["path"])
+        take = self._take_batch if scope["path"] in BATCH_PATHS else self._take_event
         try:
-            check_head(headers)
+            check_head(headers, limit)
             tenant_id = await self._tenant_of(headers.get("authorization"))
-            body = await read_body(receive)
+            body = await read_body(receive, limit)
             if body is None:
                 return  # the caller has gone
-            result = await self._committer.publish(read_event(tenant_id, headers, body))
+            result = await take(tenant_id, headers, body)
         except Problem as problem:
             result = problem.answer()
         await send_answer(send, result)
+
+    async def _take_event(self, tenant_id: uuid.UUID, headers: Mapping[str, str], body: bytes) -> Answer:
+        event = read_event(tenant_id, headers, body)
+        [result] = await self._committer.publish([event])
+        return answer(event, result)
+
+    async def _take_batch(self, tenant_id: uuid.UUID, headers: Mapping[str, str], body: bytes) -> Answer:
+        if len(body) <= settings.INTAKE_BODY_BYTES:
+            items = read_batch(tenant_id, headers, body)
+        else:  # in a thread, since the loop has others to serve meanwhile
+            loop = asyncio.get_running_loop()
+            items = await loop.run_in_executor(self._readers, read_batch, tenant_id, headers, body)
+        events = [item for item in items if isinstance(item, NewEvent)]
+        return answer_batch(items, await self._committer.publish(events) if events else [])
 
     async def _tenant_of(self, authorization: str | None) -> uuid.UUID:
         """The tenant of `key_of`, remembered for API_KEY_CACHE_SECONDS."""
@@ -317,19 +447,19 @@ def _look_up(authorization: str | None) -> uuid.UUID:
     return key_of(authorization).tenant_id
 
 
-async def read_body(receive: Receive) -> bytes | None:
-    """The request's body, None when the caller went away.
+async def read_body(receive: Receive, limit: int) -> bytes | None:
+    """The request's body of at most `limit` bytes, None when the caller went away.
 
     Raises Problem: 413 as soon as it is too large, 408 when it has not come within INTAKE_BODY_SECONDS.
     """
     try:
-        return await asyncio.wait_for(_gather_body(receive), settings.INTAKE_BODY_SECONDS)
+        return await asyncio.wait_for(_gather_body(receive, limit), settings.INTAKE_BODY_SECONDS)
     except TimeoutError:
         detail = f"The body had not arrived after {settings.INTAKE_BODY_SECONDS} seconds"
         raise Problem(408, "body_timeout", detail, headers={"Connection": "close"}) from None
 
 
-async def _gather_body(receive: Receive) -> bytes | None:
+async def _gather_body(receive: Receive, limit: int) -> bytes | None:
     chunks: list[bytes] = []
     size = 0
     while True:
@@ -338,8 +468,8 @@ async def _gather_body(receive: Receive) -> bytes | None:
             return None
         chunks.append(message.get("body", b""))
         size += len(chunks[-1])
-        if size > settings.INTAKE_BODY_BYTES:
-            raise too_large()
+        if size > limit:
+            raise too_large(limit)
         if not message.get("more_body", False):
             return b"".join(chunks)
 

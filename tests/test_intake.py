@@ -27,7 +27,7 @@ NEVER = object()  # a piece of a body that does not come
 JSON = {"Content-Type": "application/json"}
 
 
-def by_fast_lane(*requests, chunks=None):
+def by_fast_lane(*requests, chunks=None, path="/v1/events"):
     """Sends requests (headers, body) side by side through one fast lane; returns (status, headers, body) of each."""
 
     async def exchange(lane, headers, body):
@@ -44,7 +44,7 @@ def by_fast_lane(*requests, chunks=None):
             sent.append(message)
 
         raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
-        await lane({"type": "http", "method": "POST", "path": "/v1/events", "headers": raw}, receive, send)
+        await lane({"type": "http", "method": "POST", "path": path, "headers": raw}, receive, send)
         start, end = sent
         return start["status"], {name.decode(): value.decode() for name, value in start["headers"]}, end["body"]
 
@@ -58,13 +58,13 @@ def by_fast_lane(*requests, chunks=None):
     return asyncio.run(all_of_them())
 
 
-def by_django(headers, body):
+def by_django(headers, body, path="/v1/events"):
     """Sends one request through Django's view."""
     environ = {
         f"HTTP_{name.upper().replace('-', '_')}": value for name, value in headers.items() if name != "Content-Type"
     }
     environ["CONTENT_TYPE"] = headers.get("Content-Type", "")
-    response = Client().generic("POST", "/v1/events", body, environ["CONTENT_TYPE"], **environ)
+    response = Client().generic("POST", path, body, environ["CONTENT_TYPE"], **environ)
     return response.status_code, {name.lower(): value for name, value in response.headers.items()}, response.content
 
 

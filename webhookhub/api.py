@@ -63,18 +63,17 @@ class Problem(Exception):
     pointer: str = ""
     headers: dict[str, str] = field(default_factory=dict)
 
-    def answer(self) -> Answer:
-        """As a problem document."""
-        document: dict[str, Any] = {
-            "type": "about:blank",
-            "title": TITLES.get(self.status, "Error"),
-            "status": self.status,
-            "detail": self.detail,
-            "code": self.code,
-        }
-        if self.pointer:
-            document["errors"] = [{"pointer": self.pointer, "code": self.code, "detail": self.detail}]
+    def answer(self, **members: Any) -> Answer:
+        """As a problem document, with further members of its own."""
+        document = {"type": "about:blank", "title": TITLES.get(self.status, "Error"), **self.members(), **members}
         return Answer(self.status, msgspec.json.encode(document), PROBLEM, tuple(self.headers.items()))
+
+    def members(self) -> dict[str, Any]:
+        """What is the refusal's own in a problem document."""
+        own: dict[str, Any] = {"status": self.status, "detail": self.detail, "code": self.code}
+        if self.pointer:
+            own["errors"] = [{"pointer": self.pointer, "code": self.code, "detail": self.detail}]
+        return own
 
 
 def exception_handler(error: Exception, context: dict[str, Any]) -> HttpResponse | None:
@@ -226,8 +225,15 @@ def parse_idempotency_key(value: str | None) -> str | None:
             "idempotency_key_malformed",
             'Idempotency-Key must be one key: visible ASCII, or a quoted string like "8e03978e-40d5"',
         )
+    return check_key(key)
+
+
+def check_key(key: str) -> str:
+    """An idempotency key as it was given. Raises Problem 400 for an empty or overlong one."""
     if not key:
-        raise Problem(400, "idempotency_key_empty", "Idempotency-Key is empty; leave it out, or send a key of your own")
+        raise Problem(
+            400, "idempotency_key_empty", "The idempotency key is empty; leave it out, or give one of your own"
+        )
     if len(key) > MAX_KEY_CHARS:
-        raise Problem(400, "idempotency_key_too_long", f"Idempotency-Key is longer than {MAX_KEY_CHARS} characters")
+        raise Problem(400, "idempotency_key_too_long", f"The idempotency key is longer than {MAX_KEY_CHARS} characters")
     return key

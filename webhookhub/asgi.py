@@ -1,4 +1,4 @@
-"""The one web entry: `POST /v1/events` goes to the fast lane, all else to Django's WSGI application in threads."""
+"""The one web entry: posts of events go to the fast lane, all else to Django's WSGI application in threads."""
 
 import os
 from typing import Any, cast
@@ -11,7 +11,7 @@ django.setup()
 
 from django.conf import settings  # noqa: E402
 
-from deliveries.intake import PATHS, FastLane, Receive, Scope, Send, read_body, send_answer  # noqa: E402
+from deliveries.intake import PATHS, FastLane, Receive, Scope, Send, body_limit, read_body, send_answer  # noqa: E402
 from webhookhub.api import Problem  # noqa: E402
 from webhookhub.limits import raise_descriptor_limit  # noqa: E402
 from webhookhub.wsgi import application as django_application  # noqa: E402
@@ -35,7 +35,7 @@ async def application(scope: Scope, receive: Receive, send: Send) -> None:
 async def _serve_django(scope: Scope, receive: Receive, send: Send) -> None:
     """Reads the body whole before a thread is taken: who sends one slowly, or never, holds up nobody else."""
     try:
-        body = await read_body(receive)
+        body = await read_body(receive, body_limit(scope["path"]))
     except Problem as problem:
         await send_answer(send, problem.answer())
         return

@@ -190,6 +190,8 @@ if CONTRACTS_FILE := env_str("CONTRACTS_FILE", ""):
 
 # --- Intake: deliveries/intake.py
 INTAKE_BODY_BYTES = 1_048_576  # largest body of one POST /v1/events
+INTAKE_BATCH_BYTES = DATA_UPLOAD_MAX_MEMORY_SIZE = 8_388_608  # of one POST /v1/events/batch
+INTAKE_BATCH_EVENTS = 100  # most events of one batch
 INTAKE_BODY_SECONDS = 15  # a body that has not arrived by then is refused
 INTAKE_GROUP = env_int("INTAKE_GROUP", 100, minimum=1)  # most events that share one commit
 API_KEY_CACHE_SECONDS = 2  # how long a key looked up is believed; revoking takes effect within it

@@ -33,7 +33,7 @@ class SoundJSONParser(BaseParser):
         """The value. Raises Problem 400, 413."""
         body = stream.read()
         if len(body) > settings.INTAKE_BODY_BYTES:
-            raise too_large()
+            raise too_large(settings.INTAKE_BODY_BYTES)
         try:
             payloads.check(body, max_bytes=settings.INTAKE_BODY_BYTES, max_depth=MAX_DEPTH)
             return json.loads(body)

@@ -4,7 +4,6 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from django.conf import settings
 from django.http import HttpResponse
 from rest_framework import serializers
 from rest_framework.request import Request
@@ -13,9 +12,18 @@ from rest_framework.views import APIView
 
 from deliveries.api.access import KeyView, find
 from deliveries.api.deliveries import DeliverySerializer
-from deliveries.intake import answer, check_head, key_of, read_event, too_large
+from deliveries.intake import (
+    answer,
+    answer_batch,
+    body_limit,
+    check_head,
+    key_of,
+    read_batch,
+    read_event,
+    too_large,
+)
 from deliveries.models import Event
-from deliveries.publishing import publish_events
+from deliveries.publishing import NewEvent, publish_events
 from endpoints.contracts import CONTRACTS
 from endpoints.models import Endpoint
 from webhookhub.api import IdField, Problem, page_of, read_query
@@ -82,14 +90,29 @@ class EventsView(APIView):
 
     def post(self, request: Request) -> HttpResponse:
         """Takes one event in: stored, with its deliveries, before the answer."""
-        headers = {name.lower(): value for name, value in request.headers.items()}
-        check_head(headers)
-        tenant_id = key_of(headers.get("authorization")).tenant_id
-        body = request.body
-        if len(body) > settings.INTAKE_BODY_BYTES:
-            raise too_large()
-        event = read_event(tenant_id, headers, body)
+        event = read_event(*_read(request))
         return answer(event, publish_events([event])[0]).to_django()
+
+
+class BatchView(APIView):
+    """`/v1/events/batch`."""
+
+    def post(self, request: Request) -> HttpResponse:
+        """Takes events in, each for itself."""
+        items = read_batch(*_read(request))
+        return answer_batch(items, publish_events([item for item in items if isinstance(item, NewEvent)])).to_django()
+
+
+def _read(request: Request) -> tuple[uuid.UUID, dict[str, str], bytes]:
+    """Tenant, headers and body of a post. Raises Problem."""
+    headers = {name.lower(): value for name, value in request.headers.items()}
+    limit = body_limit(request.path)
+    check_head(headers, limit)
+    tenant_id = key_of(headers.get("authorization")).tenant_id
+    body = request.body
+    if len(body) > limit:
+        raise too_large(limit)
+    return tenant_id, headers, body
 
 
 class EventView(KeyView):

@@ -6,7 +6,7 @@ from django.urls import re_path
 
 from deliveries.api.deliveries import CancelView, DeliveriesView, DeliveryView, ReplayView
 from deliveries.api.endpoints import ConfirmView, EndpointsView, EndpointView, TestView, VerificationView
-from deliveries.api.events import EventsView, EventView
+from deliveries.api.events import BatchView, EventsView, EventView
 from deliveries.api.replay import ReplayedView, ReplaysView
 from deliveries.api.rules import CreditsView, DryRunView, RulesView, RuleView
 
@@ -19,6 +19,7 @@ def resource(path: str, view: Any) -> Any:
 
 urlpatterns = [
     resource("events", EventsView),
+    resource("events/batch", BatchView),
     resource("events/<event_id>", EventView),
     resource("deliveries", DeliveriesView),
     resource("deliveries/<delivery_id>", DeliveryView),
