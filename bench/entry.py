@@ -21,6 +21,7 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from webhookhub import asgi, urls
+from webhookhub.database import array
 from webhookhub.ids import typeid, uuid7
 
 TENANT, ENDPOINT = uuid.UUID(os.environ["BENCH_TENANT"]), uuid.UUID(os.environ["BENCH_ENDPOINT"])
@@ -75,8 +76,13 @@ class Floor:
                 while len(group) < settings.INTAKE_GROUP and not self._waiting.empty():
                     group.append(self._waiting.get())
                 ids, events, futures = zip(*group, strict=True)
-                types, payloads = [event.type for event in events], [bytes(event.data) for event in events]
-                params = {"id": list(ids), "type": types, "payload": payloads, "tenant": TENANT, "endpoint": ENDPOINT}
+                params = {
+                    "id": array("uuid", [one.bytes for one in ids]),
+                    "type": array("text", [event.type.encode() for event in events]),
+                    "payload": array("bytea", [bytes(event.data) for event in events]),
+                    "tenant": TENANT,
+                    "endpoint": ENDPOINT,
+                }
                 connection.execute(STORE, params, prepare=True, binary=True)
                 self._loop.call_soon_threadsafe(_wake, futures)
 

@@ -1,11 +1,11 @@
 """Taking events in: stored with their deliveries, in one statement. API, fast lane and programs call these."""
 
+import functools
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 from django.db import DatabaseError, InterfaceError, OperationalError, connection, models, transaction
@@ -20,6 +20,7 @@ from endpoints.contracts import CONTRACTS
 from endpoints.models import Endpoint, EventType
 from endpoints.projection import ProjectionGap as Unprojectable
 from endpoints.services import contract_keys
+from webhookhub.database import Array, array
 from webhookhub.ids import uuid7
 
 logger = logging.getLogger(__name__)
@@ -161,37 +162,49 @@ def _reserve(item: NewEvent, known: Known) -> Published | Rejected | None:
     return Rejected(409, "lifecycle_conflict", detail, "/type")
 
 
-def contract_columns() -> dict[str, list[Any]]:
+def contract_columns() -> dict[str, Array]:
     """What the fan-out needs of the contracts that endpoints may follow."""
-    keys = contract_keys()
-    known = [CONTRACTS[name] for name in keys]
+    return _contract_columns(tuple(contract_keys().items()))
+
+
+@functools.lru_cache(maxsize=1)  # a key stands for the whole contract
+def _contract_columns(keys: tuple[tuple[str, str], ...]) -> dict[str, Array]:
+    known = [CONTRACTS[name] for name, _ in keys]
     return {
-        "contract_name": list(keys),
-        "contract_key": list(keys.values()),
-        "contract_when_inactive": [one.when_inactive for one in known],
-        "contract_unsent": [one.state_after("terminal") for one in known],
-        "contract_credits": [one.credits for one in known],
-        "contract_envelope": [one.envelope for one in known],
+        "contract_name": _texts(name for name, _ in keys),
+        "contract_key": _texts(key for _, key in keys),
+        "contract_when_inactive": _texts(one.when_inactive for one in known),
+        "contract_unsent": _texts(one.state_after("terminal") for one in known),
+        "contract_credits": array("int4", (one.credits.to_bytes(4, "big") for one in known)),
+        "contract_envelope": _booleans(bool(one.envelope) for one in known),
     }
 
 
-def _columns(items: Sequence[NewEvent], known: Sequence[Known]) -> dict[str, list[object]]:
+def _columns(items: Sequence[NewEvent], known: Sequence[Known]) -> dict[str, Array]:
     pairs = list(zip(items, known, strict=True))
     return {
-        "id": [item.id for item in items],
-        "tenant": [item.tenant_id for item in items],
-        "type": [item.type for item in items],
-        "payload": [item.payload for item in items],
-        "content_type": [item.content_type for item in items],
-        "key": [uuid.uuid4() for _ in items],
-        "caller_key": [item.caller_key for item in items],
-        "metadata": [msgspec.json.encode(item.metadata).decode() for item in items],
-        "patterns": [_patterns(item.type) if one.fan_out else None for item, one in pairs],
-        "state": [one.state for one in known],
-        "projection": [one.projection for one in known],
-        "destination": [one.destination for one in known],
-        "is_known": [one.is_known for one in known],
+        "id": array("uuid", [item.id.bytes for item in items]),
+        "tenant": array("uuid", [item.tenant_id.bytes for item in items]),
+        "type": _texts(item.type for item in items),
+        "payload": array("bytea", [item.payload for item in items]),
+        "content_type": _texts(item.content_type for item in items),
+        "key": array("uuid", [uuid.uuid4().bytes for _ in items]),
+        "caller_key": _texts(item.caller_key for item in items),
+        "metadata": array("text", [msgspec.json.encode(item.metadata) for item in items]),
+        "patterns": _texts(_patterns(item.type) if one.fan_out else None for item, one in pairs),
+        "state": _texts(one.state for one in known),
+        "projection": array("bytea", [one.projection for one in known]),
+        "destination": array("uuid", [one.destination.bytes if one.destination else None for one in known]),
+        "is_known": _booleans(one.is_known for one in known),
     }
+
+
+def _texts(texts: Iterable[str | None]) -> Array:
+    return array("text", [None if text is None else text.encode() for text in texts])
+
+
+def _booleans(values: Iterable[bool]) -> Array:
+    return array("bool", [b"\1" if value else b"\0" for value in values])
 
 
 def pattern_list(event_type: str) -> list[str]:
@@ -200,6 +213,7 @@ def pattern_list(event_type: str) -> list[str]:
     return ["*", *(".".join(words[:count]) + ".*" for count in range(1, len(words))), event_type]
 
 
+@functools.lru_cache(maxsize=1_000)
 def _patterns(event_type: str) -> str:
     """As a PostgreSQL array; no pattern holds a quote."""
     return "{" + ",".join(f'"{pattern}"' for pattern in pattern_list(event_type)) + "}"

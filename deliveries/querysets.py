@@ -11,7 +11,7 @@ from django.db import models
 from django.db.models.functions import Coalesce, Now
 
 from endpoints.pace import FAILURES_TO_OPEN
-from webhookhub.database import run
+from webhookhub.database import Array, run
 
 if TYPE_CHECKING:
     from deliveries.models import Delivery, Event
@@ -348,7 +348,7 @@ class Lagging:
 class EventQuerySet(models.QuerySet["Event"]):
     """Events."""
 
-    def store(self, columns: Mapping[str, Sequence[Any]]) -> dict[uuid.UUID, bool]:
+    def store(self, columns: Mapping[str, Array]) -> dict[uuid.UUID, bool]:
         """Stores events, given by column, with their deliveries, in one statement.
 
         Returns which were stored (true), and of which there is more to know first (false); the others' tenants had used

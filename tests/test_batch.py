@@ -205,7 +205,7 @@ def test_an_event_that_the_database_refuses_is_refused_alone(headers, monkeypatc
     store = intake.Event.objects.all().__class__.store
 
     def refuse_one(events, columns):
-        if b'{"a":"bad"}' in columns["payload"]:
+        if b'{"a":"bad"}' in bytes(columns["payload"]):
             raise DatabaseError("no")
         return store(events, columns)
 
