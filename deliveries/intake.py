@@ -377,6 +377,9 @@ def _publish(
     return results
 
 
+_HEADERS = {name.encode(): name for name in ("authorization", "content-length", "content-type", "idempotency-key")}
+
+
 def _resolve(done: "Iterable[tuple[asyncio.Future[Any], Any]]") -> None:
     for future, result in done:
         if not future.done():  # its caller may have gone
@@ -401,7 +404,7 @@ class FastLane:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = {_HEADERS[name]: value.decode("latin-1") for name, value in scope["headers"] if name in _HEADERS}
         limit = body_limit(scope["path"])
         take = self._take_batch if scope["path"] in BATCH_PATHS else self._take_event
         try:
@@ -453,7 +456,8 @@ async def read_body(receive: Receive, limit: int) -> bytes | None:
     Raises Problem: 413 as soon as it is too large, 408 when it has not come within INTAKE_BODY_SECONDS.
     """
     try:
-        return await asyncio.wait_for(_gather_body(receive, limit), settings.INTAKE_BODY_SECONDS)
+        async with asyncio.timeout(settings.INTAKE_BODY_SECONDS):
+            return await _gather_body(receive, limit)
     except TimeoutError:
         detail = f"The body had not arrived after {settings.INTAKE_BODY_SECONDS} seconds"
         raise Problem(408, "body_timeout", detail, headers={"Connection": "close"}) from None

@@ -162,8 +162,11 @@ _NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 def _is_plain(payload: bytes, max_depth: int) -> bool:
     """Whether the document is certainly fine. False means only that `_read` must say."""
     try:
-        _PLAIN.decode(payload.decode())
+        text = payload.decode().strip(" \t\r\n")
+        _, end = _PLAIN.raw_decode(text)
     except (ValueError, RecursionError):
+        return False
+    if end != len(text):
         return False
     # From here on the text is grammatical, which the byte counting below relies on.
     return not _has_lone_surrogate(payload) and _is_shallow(payload, min(max_depth, _PLAIN_DEPTH))

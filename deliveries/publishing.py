@@ -188,7 +188,6 @@ def _columns(items: Sequence[NewEvent], known: Sequence[Known]) -> dict[str, Arr
         "type": _texts(item.type for item in items),
         "payload": array("bytea", [item.payload for item in items]),
         "content_type": _texts(item.content_type for item in items),
-        "key": array("uuid", [uuid.uuid4().bytes for _ in items]),
         "caller_key": _texts(item.caller_key for item in items),
         "metadata": array("text", [msgspec.json.encode(item.metadata) for item in items]),
         "patterns": _texts(_patterns(item.type) if one.fan_out else None for item, one in pairs),

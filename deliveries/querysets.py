@@ -25,10 +25,10 @@ STORE_EVENTS = """
 WITH input AS (
     SELECT * FROM unnest(
         %(id)s::uuid[], %(tenant)s::uuid[], %(type)s::text[], %(payload)s::bytea[], %(content_type)s::text[],
-        %(key)s::uuid[], %(caller_key)s::text[], %(metadata)s::text[], %(patterns)s::text[], %(state)s::text[],
+        %(caller_key)s::text[], %(metadata)s::text[], %(patterns)s::text[], %(state)s::text[],
         %(projection)s::bytea[], %(destination)s::uuid[], %(is_known)s::boolean[]
     ) AS input (
-        id, tenant_id, type, payload, content_type, key, caller_key, metadata, patterns, state, projection,
+        id, tenant_id, type, payload, content_type, caller_key, metadata, patterns, state, projection,
         destination, is_known
     )
 ), unknown AS (
@@ -39,7 +39,7 @@ WITH input AS (
     INSERT INTO deliveries_event (
         id, tenant_id, type, payload, content_type, key, caller_key, metadata, state, projection
     )
-    SELECT id, tenant_id, type, payload, content_type, key, caller_key, metadata::jsonb, state, projection
+    SELECT id, tenant_id, type, payload, content_type, gen_random_uuid(), caller_key, metadata::jsonb, state, projection
     FROM input WHERE NOT EXISTS (SELECT FROM unknown WHERE unknown.id = input.id)
     ON CONFLICT (tenant_id, caller_key) WHERE caller_key IS NOT NULL DO NOTHING
     RETURNING id, sequence
