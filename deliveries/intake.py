@@ -23,6 +23,7 @@ from deliveries import payloads
 from deliveries.models import Event
 from deliveries.publishing import KeyReused, NewEvent, Published, Publishing, Refused, publish_known, publish_plain
 from deliveries.routing import MAX_BYTES, Rejected
+from deliveries.wake import announce
 from endpoints.models import EVENT_TYPE, ApiKey
 from endpoints.services import authenticate
 from webhookhub.api import Answer, Problem, check_key, parse_idempotency_key
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 BATCH_PATHS = frozenset({"/v1/events/batch", "/v1/events/batch/"})
 PATHS = frozenset({"/v1/events", "/v1/events/"}) | BATCH_PATHS
+COMMITTERS = 2  # threads, each with a connection
 MAX_TYPE_CHARS = 200  # Event.type
 _TYPE = re.compile(EVENT_TYPE)
 MEMBERS = ("type", "data", "metadata")
@@ -257,7 +259,7 @@ def _problem_of(result: Publishing) -> Problem:
 # --- The fast lane
 
 
-Group = tuple[list[NewEvent], "asyncio.Future[list[Publishing | None]]"]
+Post = tuple[list[NewEvent], "asyncio.Future[list[Publishing | None]]"]
 Waiting = tuple[NewEvent, "asyncio.Future[Publishing]"]
 
 
@@ -295,18 +297,21 @@ class Turns:
 
 
 class Committer:
-    """Publishes events from many requests: whatever waits when a commit is done goes into the next one.
+    """Publishes events from many requests: whatever waits when a commit is done goes into the next one. Two commits
+    may run at once, so that one that takes long does not hold up all others.
 
     Events of types with rules of their own are looked at and stored one by one, in a thread beside the commits.
     """
 
     def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[Group | None] = queue.SimpleQueue()
+        self._waiting: deque[Post] = deque()
+        self._idle = COMMITTERS
+        self._groups: queue.SimpleQueue[list[Post] | None] = queue.SimpleQueue()
         self._known = Turns()
         self._loop = asyncio.get_running_loop()
         self._threads = [
             threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True)
-            for work in (self._commit_groups, self._publish_known)
+            for work in (*[self._commit_groups] * COMMITTERS, self._publish_known)
         ]
         for thread in self._threads:
             thread.start()
@@ -314,7 +319,9 @@ class Committer:
     async def publish(self, events: list[NewEvent]) -> list[Publishing]:
         """Publishes the events of one request and returns what became of each, after commit."""
         future: asyncio.Future[list[Publishing | None]] = self._loop.create_future()
-        self._waiting.put((events, future))
+        self._waiting.append((events, future))
+        if len(self._waiting) == 1:
+            self._loop.call_soon(self._hand_over)  # together with the posts that are being read at this moment
         first = await future
         later: dict[int, asyncio.Future[Publishing]] = {}
         for number, result in enumerate(first):
@@ -325,30 +332,40 @@ class Committer:
 
     def close(self) -> None:
         """Commits what waits, and ends."""
-        self._waiting.put(None)
-        self._threads[0].join()
+        *committers, last = self._threads
+        self._idle = len(self._waiting)  # no more than that many groups
+        self._hand_over()
+        for _ in committers:
+            self._groups.put(None)
+        for thread in committers:
+            thread.join()
         self._known.close()
-        self._threads[1].join()
+        last.join()
+
+    def _hand_over(self) -> None:
+        while self._idle and self._waiting:
+            group = [self._waiting.popleft()]
+            count = len(group[0][0])
+            while self._waiting and count < settings.INTAKE_GROUP:
+                group.append(self._waiting.popleft())
+                count += len(group[-1][0])
+            self._idle -= 1
+            self._groups.put(group)
 
     def _commit_groups(self) -> None:
-        ended = False
-        while not ended:
-            groups: list[Group] = []
-            events: list[NewEvent] = []
-            taken = self._waiting.get()
-            while taken is not None:
-                groups.append(taken)
-                events += taken[0]
-                if len(events) >= settings.INTAKE_GROUP or self._waiting.empty():
-                    break
-                taken = self._waiting.get()
-            ended = taken is None
-            if not events:
-                continue
-            results = iter(_publish(events, publish_plain))
-            done = [(future, list(itertools.islice(results, len(own)))) for own, future in groups]
-            self._loop.call_soon_threadsafe(_resolve, done)
+        while (group := self._groups.get()) is not None:
+            results = _publish([event for events, _ in group for event in events], publish_plain)
+            each = iter(results)
+            done = [(future, list(itertools.islice(each, len(events)))) for events, future in group]
+            self._loop.call_soon_threadsafe(self._committed, done)
+            if any(isinstance(result, Published) for result in results):
+                announce()  # after the answers, which need not wait for Redis
         connection.close()
+
+    def _committed(self, done: "list[tuple[asyncio.Future[Any], Any]]") -> None:
+        self._idle += 1
+        self._hand_over()
+        _resolve(done)
 
     def _publish_known(self) -> None:
         while (waiting := self._known.get()) is not None:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import msgspec
+import psycopg
 from django.db import DatabaseError, InterfaceError, OperationalError, connection, models, transaction
 from django.utils.timezone import now
 
@@ -75,12 +76,14 @@ def publish_events(items: Sequence[NewEvent]) -> list[Publishing]:
     commit. An event that is refused is refused alone: the others are stored all the same.
     """
     first = publish_plain(items)
+    if any(isinstance(result, Published) for result in first):
+        announce_on_commit()
     return [result or publish_known(item) for item, result in zip(items, first, strict=True)]
 
 
 def publish_plain(items: Sequence[NewEvent]) -> list[Publishing | None]:
-    """Stores events in one statement; None for those left to `publish_known`: those of types with rules of their own,
-    and what is too large unless its type has it cut.
+    """Stores events in one statement and wakes nobody, which is left to the caller. None for those that are left to
+    `publish_known`: those of types with rules of their own, and what is too large unless its type has it cut.
     """
     fit = [item for item in items if len(item.payload) <= MAX_PAYLOAD_BYTES]
     results = iter(_publish_plain(fit)) if fit else iter(())
@@ -90,10 +93,13 @@ def publish_plain(items: Sequence[NewEvent]) -> list[Publishing | None]:
 def _publish_plain(items: Sequence[NewEvent]) -> list[Publishing | None]:
     try:
         stored = _store(items, [_PLAIN] * len(items))
-    except (OperationalError, InterfaceError) as error:
-        logger.error("%d events refused, the database is away: %s", len(items), error)
-        return [Refused(transient=True)] * len(items)
-    except DatabaseError as error:
+    except (DatabaseError, InterfaceError) as error:
+        is_deadlock = isinstance(
+            error.__cause__, psycopg.errors.DeadlockDetected
+        )  # two had the same keys, in other orders
+        if isinstance(error, OperationalError | InterfaceError) and not is_deadlock:
+            logger.error("%d events refused, the database is away: %s", len(items), error)
+            return [Refused(transient=True)] * len(items)
         if len(items) > 1:
             return [_publish_plain([item])[0] for item in items]
         logger.error("event %s refused by the database: %s", items[0].id, error)
@@ -113,10 +119,7 @@ def _first_result(item: NewEvent, is_stored: bool | None) -> Publishing | None:
 def _store(items: Sequence[NewEvent], known: Sequence[Known]) -> dict[uuid.UUID, bool]:
     # One statement is a transaction of its own; within a caller's it needs a savepoint, to be refused alone.
     with transaction.atomic() if connection.in_atomic_block else nullcontext():
-        stored = Event.objects.all().store({**_columns(items, known), **contract_columns()})
-    if any(stored.values()):
-        announce_on_commit()
-    return stored
+        return Event.objects.all().store({**_columns(items, known), **contract_columns()})
 
 
 def publish_known(item: NewEvent) -> Publishing:
@@ -128,6 +131,7 @@ def publish_known(item: NewEvent) -> Publishing:
                 return known
             if _store([item], [known]) != {item.id: True}:
                 return _earlier(item)
+            announce_on_commit()
             if known.gap and known.schema_at:
                 ProjectionGap.objects.create(event_id=item.id, detail=known.gap, schema_at=known.schema_at)
             if known.place and (first := _reserve(item, known)):
@@ -191,6 +195,17 @@ def _columns(items: Sequence[NewEvent], known: Sequence[Known]) -> dict[str, Arr
         "caller_key": _texts(item.caller_key for item in items),
         "metadata": array("text", [msgspec.json.encode(item.metadata) for item in items]),
         "patterns": _texts(_patterns(item.type) if one.fan_out else None for item, one in pairs),
+        **(_plain_columns(len(known)) if all(one is _PLAIN for one in known) else _known_columns(known)),
+    }
+
+
+@functools.lru_cache(maxsize=300)
+def _plain_columns(count: int) -> dict[str, Array]:
+    return _known_columns([_PLAIN] * count)
+
+
+def _known_columns(known: Sequence[Known]) -> dict[str, Array]:
+    return {
         "state": _texts(one.state for one in known),
         "projection": array("bytea", [one.projection for one in known]),
         "destination": array("uuid", [one.destination.bytes if one.destination else None for one in known]),

@@ -144,8 +144,8 @@ def test_answers_come_in_the_order_sent_and_payloads_are_kept_byte_for_byte(head
         Event.objects.all().delete()
         status, _, body = send(headers, batch(*(b' { "data" :%b, "type":"x.y" } ' % text for text in texts)), PATH)
         assert status == 202
-        stored = {event.typeid: bytes(event.payload) for event in Event.objects.all()}
-        assert [stored[one["id"]] for one in json.loads(body)["data"]] == texts
+        stored = {event.typeid: bytes(event.payload) for event in Event.objects.order_by("sequence")}
+        assert [stored[one["id"]] for one in json.loads(body)["data"]] == list(stored.values()) == texts
         assert {one["type"] for one in json.loads(body)["data"]} == {"x.y"}
 
 
@@ -242,7 +242,8 @@ def test_batches_and_single_posts_that_wait_together_share_a_commit(headers, mon
         batch(*(b'{"type":"a","data":{"n":%d}}' % (10 * first + number) for number in range(10))) for first in range(9)
     ]
     answers = by_fast_lane(*((headers, body) for body in bodies), path=PATH)
-    assert groups == [10, 80]
+    assert sum(groups) == 90
+    assert len(groups) <= 1 + intake.COMMITTERS
     for first, (_, _, body) in enumerate(answers):
         stored = [
             bytes(Event.objects.get(pk=parse_typeid("evt", one["id"])).payload) for one in json.loads(body)["data"]

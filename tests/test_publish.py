@@ -1,11 +1,13 @@
 """Publishing: an event and its deliveries are stored together or not at all, and one bad event harms no other."""
 
+import psycopg
 import pytest
 from django.db import OperationalError, transaction
 
 from deliveries import services
 from deliveries.models import Delivery, Event
 from deliveries.publishing import KeyReused, NewEvent, Published, Refused, publish_events
+from deliveries.querysets import EventQuerySet
 from deliveries.services import pause_endpoints
 from endpoints.models import Endpoint, Tenant
 from endpoints.services import SYSTEM
@@ -52,6 +54,22 @@ def test_a_database_that_is_away_refuses_for_the_moment(tenant, monkeypatch):
 
     monkeypatch.setattr("deliveries.querysets.EventQuerySet.store", fail)
     assert publish_events([event(tenant), event(tenant)]) == [Refused(transient=True)] * 2
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_deadlock_over_keys_refuses_nobody(tenant, monkeypatch):
+    store = EventQuerySet.store
+
+    def meet(events, columns):
+        if not asked_for:
+            asked_for.append(columns)
+            raise OperationalError("deadlock detected") from psycopg.errors.DeadlockDetected()
+        return store(events, columns)
+
+    asked_for = []
+    monkeypatch.setattr(EventQuerySet, "store", meet)
+    results = publish_events([event(tenant, caller_key="k"), event(tenant, caller_key="l")])
+    assert [type(result) for result in results] == [Published, Published]
 
 
 def test_redis_being_away_loses_nothing(tenant, endpoint, settings, django_capture_on_commit_callbacks):
