@@ -208,7 +208,8 @@ class Product:
             while keeper.is_alive():
                 for process in self.running.values():
                     if process.poll() is None:
-                        os.killpg(process.pid, 9)
+                        with contextlib.suppress(ProcessLookupError):  # it has just ended
+                            os.killpg(process.pid, 9)
                 keeper.join(0.2)
 
     # --- What runs

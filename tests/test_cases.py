@@ -337,9 +337,10 @@ def test_b42_a_retry_sends_the_captured_bytes_to_today_s_url_with_today_s_secret
 
 
 def test_b54_a_thousand_failures_in_one_second_come_back_spread_and_few_at_a_time(
-    tenant, endpoint, receiver, pump, clock, settings
+    tenant, endpoint, receiver, pump, clock, settings, monkeypatch
 ):
     settings.PUMP_ENDPOINT_IN_FLIGHT = 25
+    monkeypatch.setitem(CONTRACTS, "standard", dataclasses.replace(STANDARD, patience=0))  # or most would wait, unsent
     receiver.respond = answer(503, "Retry-After: 600")
     publish(tenant, 1_000)
     pump()
