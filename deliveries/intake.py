@@ -298,13 +298,15 @@ class Turns:
 
 class Committer:
     """Publishes events from many requests: whatever waits when a commit is done goes into the next one. Two commits
-    may run at once, so that one that takes long does not hold up all others.
+    run at once when a whole group waits for the second.
 
     Events of types with rules of their own are looked at and stored one by one, in a thread beside the commits.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[Post] = deque()
+        self._events = 0  # in what waits
+        self._is_scheduled = False
         self._idle = COMMITTERS
         self._groups: queue.SimpleQueue[list[Post] | None] = queue.SimpleQueue()
         self._known = Turns()
@@ -320,7 +322,9 @@ class Committer:
         """Publishes the events of one request and returns what became of each, after commit."""
         future: asyncio.Future[list[Publishing | None]] = self._loop.create_future()
         self._waiting.append((events, future))
-        if len(self._waiting) == 1:
+        self._events += len(events)
+        if not self._is_scheduled:
+            self._is_scheduled = True
             self._loop.call_soon(self._hand_over)  # together with the posts that are being read at this moment
         first = await future
         later: dict[int, asyncio.Future[Publishing]] = {}
@@ -333,8 +337,9 @@ class Committer:
     def close(self) -> None:
         """Commits what waits, and ends."""
         *committers, last = self._threads
-        self._idle = len(self._waiting)  # no more than that many groups
-        self._hand_over()
+        while self._waiting:
+            self._idle = COMMITTERS
+            self._hand_over()
         for _ in committers:
             self._groups.put(None)
         for thread in committers:
@@ -343,13 +348,15 @@ class Committer:
         last.join()
 
     def _hand_over(self) -> None:
-        while self._idle and self._waiting:
+        self._is_scheduled = False
+        while self._waiting and self._idle and (self._idle == COMMITTERS or self._events >= settings.INTAKE_GROUP):
             group = [self._waiting.popleft()]
             count = len(group[0][0])
             while self._waiting and count < settings.INTAKE_GROUP:
                 group.append(self._waiting.popleft())
                 count += len(group[-1][0])
             self._idle -= 1
+            self._events -= count
             self._groups.put(group)
 
     def _commit_groups(self) -> None:
