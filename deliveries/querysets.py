@@ -11,7 +11,7 @@ from django.db import models
 from django.db.models.functions import Coalesce, Now
 
 from endpoints.pace import FAILURES_TO_OPEN
-from webhookhub.database import Array, run
+from webhookhub.database import Array, run, run_by_index
 
 if TYPE_CHECKING:
     from deliveries.models import Delivery, Event
@@ -426,7 +426,7 @@ class DeliveryQuerySet(models.QuerySet["Delivery"]):
 
     def lateness(self) -> float:
         """For how long (seconds) the delivery that is due longest has been so, of those that wait for nobody but us."""
-        [(seconds,)] = run(self.db, LATENESS, {"limit": LATENESS_ROWS, "failures": FAILURES_TO_OPEN})
+        [(seconds,)] = run_by_index(self.db, LATENESS, {"limit": LATENESS_ROWS, "failures": FAILURES_TO_OPEN})
         return float(seconds or 0)
 
     def database_now(self) -> datetime:

@@ -206,8 +206,8 @@ class DeliveryAdmin(ReadOnlyAdmin):
     ]
 
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
-        """The list, and whether what is due does not go out."""
-        if (late := Delivery.objects.all().lateness()) > LATE_SECONDS:
+        """The list, and unless one is searched for, whether what is due does not go out."""
+        if "q" not in request.GET and (late := Delivery.objects.all().lateness()) > LATE_SECONDS:
             told = "The oldest due delivery is %.0f s late: are the workers there, and are they enough?"
             messages.warning(request, told % late)
         return super().changelist_view(request, extra_context)
