@@ -599,7 +599,8 @@ def test_b46_fifty_thousand_retries_due_at_one_instant_go_out_once_each_from_two
     with tally, slow_redis(tmp_path, 0.05) as url:
         product.environment["REDIS_URL"] = url
         workers = [product.start_worker(), product.start_worker()]
-        wait_until(lambda: not Delivery.objects.exclude(state="delivered").exists(), seconds=120)
+        wait_until(lambda: sum(tally.seen.values()) >= count, seconds=120)
+        wait_until(lambda: states() == {"delivered": count})
         for worker in workers:
             product.kill(worker, signal.SIGTERM)
 
@@ -657,11 +658,10 @@ def test_b48_what_is_accepted_while_valkey_is_full_is_delivered(product, api_key
 
 
 def test_b48_redis_forgets_what_is_done_soon_and_what_failed_after_a_day():
-    PumpWorker([settings.PUMP_QUEUE], connection=django_rq.get_connection(settings.PUMP_QUEUE)).before_dequeue()
     redis.Redis.from_url(settings.REDIS_URL).flushall()
+    PumpWorker([settings.PUMP_QUEUE], connection=django_rq.get_connection(settings.PUMP_QUEUE)).before_dequeue()
+    Clock().enqueue_jobs()
     for queue in (settings.PUMP_QUEUE, settings.JOBS_QUEUE):
-        PumpWorker([queue], connection=django_rq.get_connection(queue)).before_dequeue()
-        Clock().enqueue_jobs()
         [job] = django_rq.get_queue(queue).jobs
         assert (job.result_ttl, job.failure_ttl) == (60, 86_400)
 
@@ -840,6 +840,9 @@ def test_b52_in_order_ops_see_what_blocks_and_skip_it(tenant, make_endpoint, rec
 # --- B53
 
 
+# That first tries go before retries that are due for longer: test_scheduling.
+
+
 def most_within(receiver: Receiver, seconds: float) -> int:
     """The most requests that came within so many seconds."""
     times = sorted(one.at for one in receiver.received)
@@ -879,7 +882,7 @@ def test_b53_a_tenant_whose_receiver_sleeps_and_its_retries_delay_no_other_tenan
         waits = sorted(one.at - begun for one in receiver.received[start : start + 20])
         assert waits[18] < 5  # the 95th percentile of 20
     # Of each pump's places at most 15 %, and one more where a place became free.
-    assert most_within(sleeping, 1.9) <= 4 * 7
+    assert 4 <= most_within(sleeping, 1.5) <= 4 * 7
     assert Delivery.objects.filter(endpoint__tenant=other, attempts_made=1, state="delivered").count() == 40
 
 
