@@ -315,20 +315,6 @@ def test_b08_what_got_past_the_checks_of_a_url_fails_by_itself_and_is_no_storm(t
         assert (delivery.due_at - found[name].started_at).total_seconds() >= 4.5
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="standard's text calls no error final: what the address rule refuses is tried again by its schedule",
-)
-@pytest.mark.parametrize("url", HOSTS.values(), ids=HOSTS)
-def test_b08_such_a_url_is_final_under_standard(tenant, endpoint, pump, url):
-    Endpoint.objects.update(url=url)
-    publish(tenant)
-
-    pump()
-
-    assert states() == {"dead": 1}
-
-
 @pytest.mark.parametrize("name", ["brief", "kingminos"])
 @pytest.mark.parametrize("url", HOSTS.values(), ids=HOSTS)
 def test_b08_such_a_url_is_final_where_the_contract_says_so(tenant, endpoint_under, pump, url, name):
