@@ -125,7 +125,7 @@ def make_tenant(url: str, endpoints: int = 1) -> tuple[Any, str]:
     from endpoints.models import ApiKey, Endpoint, Tenant
     from endpoints.services import SYSTEM, create_api_key, create_endpoint
 
-    tenant = Tenant.objects.create(name="bench")
+    tenant = Tenant.objects.create(name=f"bench {Tenant.objects.count()}")
     for number in range(endpoints):
         endpoint = Endpoint(tenant=tenant, name=f"receiver {number}", url=url, event_types=[f"type.{number}"])
         create_endpoint(endpoint=endpoint, actor=SYSTEM)

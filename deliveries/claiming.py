@@ -70,6 +70,7 @@ class Claimer:
         self._page_rows = page_rows
         self._lease = lease
         self._turn = 0
+        self._skim = 0
         self._head: Position | None = None
         self._overlap_at = [0.0] * len(OVERLAPS)
         self._sweep: Position | None = None  # where a sweep stands that is under way
@@ -167,7 +168,9 @@ class Claimer:
     def _claim_page(self, start: Position, room: "Room") -> "_Page":
         """Claims from a page after a position."""
         room.places = min(room.places, self._page_rows)
-        limit = SKIMMED_ROWS if self.lagging or self.paced else room.places
+        limit = room.places
+        if self.lagging or self.paced:  # it looks further the more of their rows it has met
+            limit = min(max(2 * limit, self._skim, PAGE_ROWS), SKIMMED_ROWS)
         page = Delivery.objects.all().page(priority=self._priority, after=start, limit=limit)
         reached, chosen, more = start, [], len(page) == limit
         for row in page:
@@ -183,6 +186,7 @@ class Claimer:
                 more = True  # it can be claimed when there is room again
                 break
             reached = Position(row.due_at, row.id)
+        self._skim = 2 * limit if len(page) == limit and room.places else 0
         rows = Delivery.objects.all().claim_these(chosen, token=room.token, lease=self._lease) if chosen else []
         return _Page(rows, reached, more, bool(chosen))
 

@@ -197,7 +197,7 @@ INTAKE_GROUP = env_int("INTAKE_GROUP", 100, minimum=1)  # most events that share
 API_KEY_CACHE_SECONDS = 2  # how long a key looked up is believed; revoking takes effect within it
 
 # --- The pump (deliveries/pump.py)
-PUMP_IN_FLIGHT = env_int("PUMP_IN_FLIGHT", 500, minimum=1)  # most requests in flight in one pump
+PUMP_IN_FLIGHT = env_int("PUMP_IN_FLIGHT", 1000, minimum=1)  # most requests in flight in one pump
 PUMP_ENDPOINT_IN_FLIGHT = env_int("PUMP_ENDPOINT_IN_FLIGHT", 100, minimum=1)  # most of them to one endpoint
 PUMP_SECONDS = env_int("PUMP_SECONDS", 300, minimum=1)  # a pump job ends after this and is made anew
 LEASE_SECONDS = env_int("LEASE_SECONDS", 60, minimum=20)  # a claim not renewed for this long is taken back
