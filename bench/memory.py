@@ -51,7 +51,7 @@ def in_flight() -> tuple[int, float]:
             tenant, _ = harness.make_tenant(f"http://127.0.0.1:{port}/", ENDPOINTS)
             harness.publish(tenant, ENDPOINTS, ENDPOINTS)
         most, size = 0, 0.0
-        with running("-c", PUMP, PUMP_IN_FLIGHT=str(IN_FLIGHT * 10 // 9), PUMP_SECONDS="600") as pump:
+        with running("-c", PUMP, PUMP_IN_FLIGHT=str(IN_FLIGHT * 12 // 10), PUMP_SECONDS="600") as pump:
             end = time.monotonic() + 9
             while time.monotonic() < end:
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=10) as answer:
