@@ -32,7 +32,6 @@ PAGE_ROWS = 250  # most rows of one claim: a few milliseconds of the database's 
 SKIMMED_ROWS = 2_000  # how far a claim looks for other endpoints' deliveries among those of lagging ones
 PACED_ENDPOINTS = 100  # most endpoints with a pace of their own that one claim asks for
 START = Position(datetime(1, 1, 1, tzinfo=UTC), uuid.UUID(int=0))
-LAST = Position(datetime.max.replace(tzinfo=UTC), uuid.UUID(int=2**128 - 1))
 
 # Deliveries may become visible behind the position, since commits do not come in the order of due times. Each entry:
 # how often (seconds) a claim goes back, and how far. Intake commits in milliseconds.

@@ -219,7 +219,7 @@ SELECT delivery_id, trigger FROM done
 """
 
 # How late (seconds) the delivery is that has been due longest, of those that wait for nobody but us: not for the pace
-# of their endpoint (endpoints.models.PACED), nor in the line of one that only fails. Looks at a bounded number of rows.
+# of their endpoint (Endpoint.is_paced), nor in the line of one that only fails. Looks at a bounded number of rows.
 LATENESS = """
 SELECT extract(epoch FROM now() - min(due.due_at))::float8
 FROM unnest(ARRAY[0, 1]) AS asked (priority)
