@@ -1,20 +1,27 @@
 """What one claim of 200 deliveries costs, with few and many waiting, and after much churn under an old snapshot.
 
 Each case keeps as many waiting as its name says: what was claimed is recorded as delivered and as many are added, so
-that every claim finds the same. Rows are written straight into the tables, as the fan-out would leave them.
+that every claim finds the same. Rows are written straight into the table, as the fan-out would leave them. At last a
+claim that may have nothing of what waits: how long it takes, and how late it is with a delivery of another endpoint.
 """
 
+import contextlib
 import statistics
 import sys
 import time
+import uuid
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from bench import harness
 
 ROWS = 200  # of one claim
 CLAIMS = 150
+WARM_UP = 10
 CHURN = 500_000
 ENDPOINTS = 10_000
+LAGGING_SECONDS = 20
 
 ADD = """
 INSERT INTO deliveries_delivery
@@ -24,11 +31,6 @@ SELECT hub_uuid7(), (%(events)s::uuid[])[1 + n %% %(event_count)s],
        now() - %(ago)s * interval '1 second' * (1 - n::float8 / %(count)s), now()
 FROM generate_series(0, %(count)s - 1) n
 """
-FINISH = """
-UPDATE deliveries_delivery SET state = 'delivered', claim_token = NULL, lease_until = NULL, attempts_made = 1,
-       last_status = 200, outcome = 'succeeded', finished_at = now()
-WHERE id = ANY(%(ids)s)
-"""
 
 
 class Table:
@@ -37,19 +39,26 @@ class Table:
     def __init__(self, tenant: Any, endpoints: list[Any], events: list[Any]) -> None:
         self.tenant, self.endpoints, self.events = tenant, endpoints, events
 
-    def add(self, count: int, *, endpoints: int, ago: float = 0.0) -> None:
-        """Adds deliveries that are due, spread over so many endpoints and so many seconds of the past."""
+    def add(self, count: int, *, endpoints: int, ago: float = 0.0, skip: int = 0) -> None:
+        """Adds deliveries that are due, spread over so many endpoints after the first `skip`, and over so many seconds
+        of the past.
+        """
+        from django.db import connection, transaction
+
         from webhookhub.database import run
 
         params = {
             "events": [one.pk for one in self.events],
             "event_count": len(self.events),
-            "endpoints": [one.pk for one in self.endpoints[:endpoints]],
+            "endpoints": [one.pk for one in self.endpoints[skip : skip + endpoints]],
             "endpoint_count": endpoints,
             "ago": ago,
             "count": count,
         }
-        run("default", ADD, params)
+        with transaction.atomic():
+            with connection.cursor() as cursor:
+                cursor.execute("SET LOCAL session_replication_role = replica")  # no foreign key is looked up
+            run("default", ADD, params)
 
     def empty(self) -> None:
         """Removes them all."""
@@ -57,6 +66,7 @@ class Table:
 
         with connection.cursor() as cursor:
             cursor.execute("TRUNCATE deliveries_delivery CASCADE")
+        self.tend()
 
     def tend(self) -> None:
         """What autovacuum does within its next minute."""
@@ -84,102 +94,181 @@ def make_table() -> Table:
     return Table(tenant, endpoints, events)
 
 
-def claim(claimer: Any) -> tuple[list[Any], float]:
-    """Claims once. Returns the rows, and how long it took, in seconds."""
-    from deliveries.claiming import Busy
-
-    start = time.perf_counter()
-    _, rows = claimer.claim(ROWS, Busy(), free=1_000_000)
-    return rows, time.perf_counter() - start
-
-
-def finish(rows: list[Any]) -> None:
-    """Records these as delivered."""
-    from webhookhub.database import run
-
-    run("default", FINISH, {"ids": [row.id for row in rows]})
-
-
 def make_claimer() -> Any:
     """A claimer of first tries as a pump has it."""
-    from datetime import timedelta
-
     from deliveries.claiming import Claimer
 
     return Claimer(priority=0, endpoint_limit=ROWS, page_rows=ROWS, lease=timedelta(minutes=1))
 
 
-def waiting(table: Table, count: int, *, endpoints: int) -> float:
-    """The median of a claim, in seconds, with so many waiting."""
+def claim(claimer: Any, busy: Any = None, *, free: int = 1_000_000) -> tuple[uuid.UUID, list[Any], float]:
+    """Claims once. Returns the token, the rows, and how long it took, in seconds."""
+    from deliveries.claiming import Busy
+
+    busy = busy or Busy()
+    start = time.perf_counter()
+    token, rows = claimer.claim(min(ROWS, free), busy, free=free)
+    return token, rows, time.perf_counter() - start
+
+
+def delivered(token: uuid.UUID, rows: list[Any]) -> list[Any]:
+    """The results of claimed rows that have arrived."""
+    from deliveries.querysets import Result
+    from webhookhub.ids import uuid7
+
+    return [
+        Result(
+            delivery_id=row.id,
+            endpoint_id=row.endpoint_id,
+            token=token,
+            state="delivered",
+            outcome="succeeded",
+            id=uuid7(),
+            number=1,
+            started_at=datetime.now(UTC),
+            url=row.url,
+            address="192.0.2.1",
+            status=200,
+            wait_us=500,
+            total_us=900,
+            request_headers=["content-type: application/json"],
+            response_headers=["Content-Length: 0"],
+        )
+        for row in rows
+    ]
+
+
+def settle(token: uuid.UUID, rows: list[Any]) -> float:
+    """Records these as delivered. Returns how long it took, in seconds."""
+    from deliveries.results import record_results
+
+    results = delivered(token, rows)
+    start = time.perf_counter()
+    record_results(results)
+    return time.perf_counter() - start
+
+
+def waiting(table: Table, count: int, *, endpoints: int) -> tuple[list[float], list[float]]:
+    """How long each claim took with so many waiting, and to record it, in seconds."""
     table.empty()
     table.add(count, endpoints=endpoints, ago=3_600)
     table.tend()
-    claimer, times = make_claimer(), []
-    for number in range(CLAIMS + 10):
-        rows, seconds = claim(claimer)
-        finish(rows)
+    claimer, claims, records = make_claimer(), [], []
+    for _ in range(WARM_UP + CLAIMS):
+        token, rows, seconds = claim(claimer)
+        if len(rows) < ROWS:
+            raise SystemExit(f"a claim found {len(rows)} of {ROWS}")
+        claims.append(seconds)
+        records.append(settle(token, rows))
         table.add(len(rows), endpoints=endpoints)
-        if number >= 10:
-            times.append(seconds)
-            if len(rows) < ROWS:
-                raise SystemExit(f"a claim found {len(rows)} of {ROWS}")
-    return statistics.median(times)
+    return claims[WARM_UP:], records[WARM_UP:]
 
 
-def churned(table: Table, count: int) -> tuple[float, float]:
-    """The median of a claim at first, and after so many deliveries under one old snapshot, in seconds."""
+@contextlib.contextmanager
+def old_snapshot() -> Iterator[None]:
+    """A transaction that sees all as it was, as a backup or a report holds one open: nothing can be cleaned away."""
     from django.db import connections
 
-    table.empty()
-    table.tend()
     other = connections.create_connection("default")
-    with other.cursor() as snapshot:
-        snapshot.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")
-        snapshot.execute("SELECT count(*) FROM deliveries_delivery")
-        claimer, times = make_claimer(), []
+    with other.cursor() as cursor:
+        cursor.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")
+        cursor.execute("SELECT 1")
+        yield
+    other.close()
+
+
+def churned(table: Table, count: int) -> tuple[list[float], list[float], float]:
+    """How long each claim and each record took while so many deliveries passed under an old snapshot, and the first
+    claim of a new pump after that, in seconds.
+    """
+    table.empty()
+    claims, records = [], []
+    with old_snapshot():
+        claimer = make_claimer()
         for _ in range(count // 1_000):
             table.add(1_000, endpoints=100)
             for _ in range(1_000 // ROWS):
-                rows, seconds = claim(claimer)
-                finish(rows)
-                times.append(seconds)
-        snapshot.execute("ROLLBACK")
-    other.close()
-    return statistics.median(times[10 : 10 + CLAIMS]), statistics.median(times[-CLAIMS:])
+                token, rows, seconds = claim(claimer)
+                claims.append(seconds)
+                records.append(settle(token, rows))
+        table.add(ROWS, endpoints=100)
+        _, _, new = claim(make_claimer())
+    return claims, records, new
+
+
+def lagging(table: Table, count: int) -> tuple[list[float], list[float]]:
+    """How long a claim took that found nothing while so many waited for an endpoint that may have no more, and how long
+    after its commit a delivery of another endpoint was claimed, in seconds.
+    """
+    from collections import Counter
+
+    from deliveries.claiming import Busy
+
+    table.empty()
+    table.add(count, endpoints=1, ago=3_600)
+    table.tend()
+    busy = Busy(Counter({table.endpoints[0].pk: ROWS}), Counter({table.tenant.pk: ROWS}))
+    claimer, claims, late = make_claimer(), [], []
+    end = time.monotonic() + LAGGING_SECONDS
+    while time.monotonic() < end:
+        _, rows, seconds = claim(claimer, busy, free=300)
+        claims.append(seconds)
+        if rows:
+            raise SystemExit(f"a claim found {len(rows)} of an endpoint that may have no more")
+        table.add(1, endpoints=1, skip=1)
+        start = time.perf_counter()
+        while not rows:
+            token, rows, _ = claim(claimer, busy, free=300)
+        late.append(time.perf_counter() - start)
+        settle(token, rows)
+    return claims, late
+
+
+def figures(claims: list[float], base: list[float], **more: float) -> dict[str, Any]:
+    """What is told of a case: milliseconds, and the ratio of the medians."""
+    p50 = statistics.median(claims)
+    return {
+        "p50_ms": round(p50 * 1000, 2),
+        "max_ms": round(max(claims) * 1000, 1),
+        "ratio": round(p50 / statistics.median(base), 2),
+        **{key: round(value * 1000, 2) for key, value in more.items()},
+    }
 
 
 def main() -> None:
     """Runs it; with an argument, every size is divided by it."""
     part = int(sys.argv[1]) if len(sys.argv) > 1 else 1
+    sizes = (1_000, 100_000 // part, 1_000_000 // part)
     with harness.hub():
         from webhookhub.database import settle_planner
 
         table = make_table()
         cases: list[dict[str, Any]] = []
+        idle: list[dict[str, Any]] = []
         settle_planner(look_ups=True)
+
+        def told(to: list[dict[str, Any]], name: str, rows: int, case: dict[str, Any]) -> None:
+            to.append({"name": name, "rows": rows, **case})
+            harness.say(", ".join(f"{key} {value}" for key, value in to[-1].items()))
+
         for name, endpoints in (("one endpoint", 1), ("10,000 endpoints", ENDPOINTS)):
-            base = 0.0
-            for count in (1_000, 100_000 // part, 1_000_000 // part):
-                seconds = waiting(table, count, endpoints=endpoints)
-                base = base or seconds
-                cases.append({"name": f"{name}, {count:,} waiting", "rows": count, "p50": seconds, "base": base})
-                harness.say(f"{cases[-1]['name']}: {seconds * 1000:.2f} ms")
-        first, last = churned(table, CHURN // part)
-        name = f"{CHURN // part:,} churned through under an old snapshot"
-        cases.append({"name": name, "rows": CHURN // part, "p50": last, "base": first})
-        harness.say(f"{name}: {first * 1000:.2f} ms at first, {last * 1000:.2f} ms at last")
-        harness.finish(
-            cases=[
-                {
-                    "name": case["name"],
-                    "rows": case["rows"],
-                    "p50_ms": round(case["p50"] * 1000, 2),
-                    "ratio": round(case["p50"] / case["base"], 2),
-                }
-                for case in cases
-            ],
-            ratio=round(max(case["p50"] / case["base"] for case in cases), 2),
-        )
+            base: list[float] = []
+            for count in sizes:
+                claims, records = waiting(table, count, endpoints=endpoints)
+                base = base or claims
+                told(cases, name, count, figures(claims, base, record_p50_ms=statistics.median(records)))
+        claims, records, new = churned(table, CHURN // part)
+        first, last = claims[WARM_UP : WARM_UP + CLAIMS], claims[-CLAIMS:]
+        case = figures(last, first, record_p50_ms=statistics.median(records[-CLAIMS:]), new_pump_ms=new)
+        told(cases, "churn under an old snapshot", CHURN // part, {**case, "max_ms": round(max(claims) * 1000, 1)})
+        base = []
+        for count in (sizes[0], sizes[-1]):
+            claims, late = lagging(table, count)
+            base = base or claims
+            p95 = statistics.quantiles(late, n=20, method="inclusive")[-1]
+            case = figures(claims, base, late_p50_ms=statistics.median(late), late_p95_ms=p95, late_max_ms=max(late))
+            told(idle, "a lagging endpoint", count, case)
+        harness.finish(cases=cases, lagging=idle, ratio=max(case["ratio"] for case in cases))
 
 
 if __name__ == "__main__":
