@@ -38,6 +38,9 @@ http {{
 }}
 """
 
+# Arguments of Python: a pump in a process of its own, as a worker runs it.
+PUMP = "import django; django.setup(); from deliveries.jobs import run_pump; run_pump()"
+
 
 @contextlib.contextmanager
 def hub(folder: str = "bench") -> Iterator[None]:
@@ -112,6 +115,17 @@ def wait_for_port(port: int, seconds: float = 20.0) -> None:
             return
         time.sleep(0.02)
     raise TimeoutError(f"nothing listens on 127.0.0.1:{port} after {seconds} s")
+
+
+@contextlib.contextmanager
+def running(*arguments: str, **environment: str) -> Iterator["subprocess.Popen[Any]"]:
+    """A Python process with these arguments while the block runs."""
+    process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env={**os.environ, **environment})
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
 
 
 def payload(size: int = 1024) -> bytes:

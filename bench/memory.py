@@ -3,13 +3,9 @@
 The pump and the web process are the real ones. RSS is read from /proc.
 """
 
-import contextlib
-import os
 import subprocess
-import sys
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +18,6 @@ WARM_UP = 20_000
 DELIVERIES = 200_000
 POSTS = 200_000
 
-PUMP = "import django; django.setup(); from deliveries.jobs import run_pump; run_pump()"
-
 
 def rss_mb(process: "subprocess.Popen[Any]") -> float:
     """What a process has in memory."""
@@ -31,27 +25,16 @@ def rss_mb(process: "subprocess.Popen[Any]") -> float:
     return int(status.partition("VmRSS:")[2].split()[0]) / 1024
 
 
-@contextlib.contextmanager
-def running(*command: str, **environment: str) -> Iterator["subprocess.Popen[Any]"]:
-    """A process of the product."""
-    process = subprocess.Popen([sys.executable, *command], cwd=harness.ROOT, env={**os.environ, **environment})
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
-
-
 def in_flight() -> tuple[int, float]:
     """How many requests a pump had in flight at most, and the RSS then."""
     port = harness.free_port()
-    with running("-m", "bench.silent", str(port), "10"):
+    with harness.running("-m", "bench.silent", str(port), "10"):
         harness.wait_for_port(port)
         for _ in range(TENANTS):
             tenant, _ = harness.make_tenant(f"http://127.0.0.1:{port}/", ENDPOINTS)
             harness.publish(tenant, ENDPOINTS, ENDPOINTS)
         most, size = 0, 0.0
-        with running("-c", PUMP, PUMP_IN_FLIGHT=str(IN_FLIGHT * 12 // 10), PUMP_SECONDS="600") as pump:
+        with harness.running("-c", harness.PUMP, PUMP_IN_FLIGHT=str(IN_FLIGHT * 10 // 9), PUMP_SECONDS="600") as pump:
             end = time.monotonic() + 9
             while time.monotonic() < end:
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=10) as answer:
@@ -66,7 +49,7 @@ def in_flight() -> tuple[int, float]:
 def delivering(witness: harness.Witness) -> tuple[float, float]:
     """The RSS of a pump after WARM_UP deliveries, and after DELIVERIES more."""
     tenant, _ = harness.make_tenant(witness.url, 10)
-    with running("-c", PUMP, PUMP_SECONDS="1200") as pump:
+    with harness.running("-c", harness.PUMP, PUMP_SECONDS="1200") as pump:
         sizes = []
         for count in (WARM_UP, DELIVERIES):
             for _ in range(count // 5_000):
@@ -92,7 +75,7 @@ def taking_in() -> tuple[float, float]:
     port = harness.free_port()
     _, key = harness.make_tenant("http://127.0.0.1:9/")
     command = ["-m", "uvicorn", "webhookhub.asgi:application", "--port", str(port), "--no-access-log"]
-    with running(*command, "--log-level", "warning") as web:
+    with harness.running(*command, "--log-level", "warning") as web:
         harness.wait_for_port(port)
         sizes = []
         for count in (WARM_UP, POSTS):
