@@ -1,11 +1,12 @@
-"""Nine endpoints beside one that hangs until the deadline: each event goes to all ten.
+"""Receivers beside one that hangs until the deadline, and tenants beside one with a queue.
 
-Throughput is taken from a backlog that one pump drains, the time from acceptance to arrival (p99) from a steady rate of
-events well within capacity. Each is measured without the tenth endpoint and with it, in one run.
+Each event goes to nine endpoints, and then to a tenth as well, which hangs. Throughput is taken from a backlog that one
+pump drains as fast as it can, the time from acceptance to arrival (p99) from a steady rate of events well within
+capacity. Then a tenant posts at an easy rate: alone, beside another with 500 deliveries for a receiver that hangs, and
+beside one with a long backlog: the time to its first attempts (p95).
 """
 
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -18,6 +19,10 @@ BACKLOG = 2_000  # events of a round, each to nine or ten endpoints
 ROUNDS = 3
 PER_SECOND = 40
 SECONDS = 30
+STUCK = 500
+LONG = 1_000_000
+EASY_PER_SECOND = 20
+EASY_WARM_UP, EASY_SECONDS = 5, 30
 
 
 def arrivals_of(witness: harness.Witness, skip: int) -> list[tuple[str, float]]:
@@ -93,8 +98,63 @@ def latencies(tenant: Any, witness: harness.Witness) -> list[float]:
     return found
 
 
+def first_tries(tenant: Any, witness: harness.Witness) -> list[float]:
+    """From acceptance to arrival of events at an easy rate, in seconds, by a pump in a process of its own."""
+    from deliveries.models import Event
+    from deliveries.publishing import NewEvent, publish_events
+    from webhookhub.ids import typeid
+
+    accepted: dict[str, float] = {}
+    with harness.running("-c", harness.PUMP, PUMP_SECONDS="600"):
+        start = time.monotonic()
+        for number in range(EASY_PER_SECOND * (EASY_WARM_UP + EASY_SECONDS)):
+            time.sleep(max(0.0, start + number / EASY_PER_SECOND - time.monotonic()))
+            event = NewEvent(tenant.pk, "type.0", harness.payload())
+            publish_events([event])
+            if number >= EASY_PER_SECOND * EASY_WARM_UP:
+                accepted[typeid("evt", event.id)] = Event.objects.get(pk=event.id).accepted_at.timestamp()
+        end, arrived = time.monotonic() + 30, witness.arrivals()
+        while not accepted.keys() <= arrived.keys():
+            if time.monotonic() > end:
+                raise SystemExit(f"{len(accepted.keys() - arrived.keys())} of {len(accepted)} did not arrive")
+            time.sleep(0.5)
+            arrived = witness.arrivals()
+    settle()
+    return [arrived[event] + 0.0005 - moment for event, moment in accepted.items()]
+
+
+def beside_queues(silent: str, witness: harness.Witness, backlog: int) -> dict[str, float]:
+    """The times of a tenant's first attempts: alone, and beside each kind of queue of another."""
+    from bench.claim import Table
+    from deliveries.models import Delivery, Event
+    from endpoints.models import Endpoint
+
+    tenant, _ = harness.make_tenant(witness.url)
+    alone = first_tries(tenant, witness)
+    hung, _ = harness.make_tenant(silent)
+    harness.publish(hung, STUCK)
+    beside_stuck = first_tries(tenant, witness)
+    long, _ = harness.make_tenant(witness.url)
+    event = Event.objects.create(tenant=long, type="type.0", payload=harness.payload())
+    table = Table(long, list(Endpoint.objects.filter(tenant=long)), [event])
+    table.add(backlog, endpoints=1, ago=3_600)
+    table.tend()
+    beside_backlog = first_tries(tenant, witness)
+    left = Delivery.objects.filter(endpoint=table.endpoints[0], state="discarded").count()
+    harness.say(f"of a backlog of {backlog:,}, {left:,} were left")
+    if not left:
+        raise SystemExit("the backlog came to its end: give a longer one")
+    named = {"alone": alone, "beside_stuck": beside_stuck, "beside_backlog": beside_backlog}
+    figures: dict[str, float] = {}
+    for name, times in named.items():
+        cuts = statistics.quantiles(times, n=20, method="inclusive")
+        figures |= {f"p50_ms_{name}": round(cuts[9] * 1000, 1), f"p95_ms_{name}": round(cuts[18] * 1000, 1)}
+    return figures
+
+
 def main() -> None:
-    """Runs it."""
+    """Runs it; an argument is the length of the long backlog."""
+    backlog = int(sys.argv[1]) if len(sys.argv) > 1 else LONG
     with harness.hub(), harness.witness() as witness:
         from endpoints.models import Endpoint
         from endpoints.services import SYSTEM, create_endpoint
@@ -105,8 +165,7 @@ def main() -> None:
             create_endpoint(endpoint=endpoint, actor=SYSTEM)
         port = harness.free_port()
         hanging = Endpoint(tenant=tenant, name="hangs", url=f"http://127.0.0.1:{port}/", event_types=["type.0"])
-        silent = subprocess.Popen([sys.executable, "-m", "bench.silent", str(port), "0"], cwd=harness.ROOT)
-        try:
+        with harness.running("-m", "bench.silent", str(port), "0"):
             harness.wait_for_port(port)
             throughput(tenant, witness)  # to warm up
             without = [throughput(tenant, witness) for _ in range(ROUNDS)]
@@ -114,12 +173,10 @@ def main() -> None:
             create_endpoint(endpoint=hanging, actor=SYSTEM)
             beside = [throughput(tenant, witness) for _ in range(ROUNDS)]
             beside_p99 = harness.quantiles_ms(latencies(tenant, witness))["p99_ms"]
-        finally:
-            silent.terminate()
-            silent.wait()
-        harness.say(
-            f"per second: without {[round(one) for one in without]}, beside it {[round(one) for one in beside]}"
-        )
+            harness.say(
+                f"per second: without {[round(one) for one in without]}, beside it {[round(one) for one in beside]}"
+            )
+            queues = beside_queues(hanging.url, witness, backlog)
         harness.finish(
             per_s=round(statistics.median(without)),
             per_s_beside=round(statistics.median(beside)),
@@ -127,6 +184,7 @@ def main() -> None:
             p99_ms=without_p99,
             p99_ms_beside=beside_p99,
             p99_ratio=round(beside_p99 / without_p99, 2),
+            **queues,
         )
 
 
