@@ -77,7 +77,7 @@ def wait_until_delivered(seconds: float = 120.0) -> None:
 def taking_in() -> tuple[float, float]:
     """The RSS of a web process after WARM_UP posts, and after POSTS more."""
     port = harness.free_port()
-    _, key = harness.make_tenant("http://127.0.0.1:9/")
+    _, key = harness.make_tenant("https://hooks.example.com/")
     command = ["-m", "uvicorn", "webhookhub.asgi:application", "--port", str(port), "--no-access-log"]
     with harness.running(*command, "--log-level", "warning") as web:
         harness.wait_for_port(port)
