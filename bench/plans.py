@@ -33,7 +33,7 @@ NOTES = {
     "STORE_EVENTS": "100 events, each for ten endpoints: one insert of each kind, endpoints found by their tenant.",
     "PAGE": "A page off the index from the position on, no sort, whatever stands before it.",
     "CLAIM_THESE": "Each row by its key; what a request needs (event, endpoint, tenant, secrets) by its key, too.",
-    STALE: "The same where little waited when the statistics were taken. It should go by the key as well, with as many buffers.",
+    STALE: "The same where little waited when the statistics were taken: it should go by key too.",
     "CLAIM_LAGGING": "The next of each endpoint, from a position of its own: as many rows of the index as are claimed.",
     "RECORD": "States by key, attempts and credits in the same statement. Foreign keys are checked at the commit.",
     "RENEW": "By key, only what this pump has in flight. Each row's entries in all indexes are written anew.",
