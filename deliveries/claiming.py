@@ -54,10 +54,9 @@ class Waiting:
 
 
 class Claimer:
-    """Claims due deliveries of one priority for one pump, fairly over endpoints.
+    """Claims due deliveries of one priority for one pump, fairly over tenants and their endpoints.
 
-    `more`: the last claim left some behind that can be claimed at once. `ask_at`: when (monotonic seconds) to claim
-    again at the latest, whatever happens until then.
+    `more`: the last claim left some behind that can be claimed at once.
     """
 
     def __init__(self, *, priority: int, endpoint_limit: int, page_rows: int, lease: timedelta) -> None:
@@ -80,7 +79,7 @@ class Claimer:
 
     @property
     def ask_at(self) -> float:
-        """See above."""
+        """When (monotonic seconds) to claim again at the latest, whatever happens until then."""
         paced = (one.ask_at for one in self.paced.values())
         return min([self._sweep_at, *paced])
 
@@ -237,18 +236,23 @@ class Claimer:
             self.paced[endpoint_id].ask_at = now + LOCKED_PAUSE
         last = _last(rows)
         for endpoint in endpoints:
-            key, count = endpoint.pk, counts[endpoint.pk]
+            key = endpoint.pk
             self.paced[key].ask_at = now + allowed[key].again
             if endpoint.ordered:
                 self._wait_for_turn(key, heads.get(key), now)
-                continue
-            if key in last:
-                self.paced[key].position = last[key]
-            if not endpoint.is_paced:
-                self.lagging[key] = self.paced.pop(key)
-            elif count < allowed[key].requests and not allowed[key].overdue:
-                del self.paced[key]  # it has no more due
+            else:
+                has_more = counts[key] == allowed[key].requests or bool(allowed[key].overdue)
+                self._go_on(endpoint, last.get(key), has_more=has_more)
         return rows
+
+    def _go_on(self, endpoint: Endpoint, reached: Position | None, *, has_more: bool) -> None:
+        """Where an endpoint stands after a claim, and whether it has to be asked for again."""
+        if reached:
+            self.paced[endpoint.pk].position = reached
+        if not endpoint.is_paced:
+            self.lagging[endpoint.pk] = self.paced.pop(endpoint.pk)
+        elif not has_more:
+            del self.paced[endpoint.pk]
 
     def _allowances(self, endpoints: list[Endpoint], room: "Room") -> dict[uuid.UUID, Allowance]:
         in_flight = Delivery.objects.all().in_flight(one.pk for one in endpoints)

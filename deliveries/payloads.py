@@ -16,6 +16,8 @@ from typing import NoReturn
 
 import msgspec
 
+from webhookhub.pointers import escaped
+
 MAX_PAYLOAD_BYTES = 262_144
 """Largest payload, in bytes: 256 KiB, what the table of payload cases (`json_payloads.json`, meta) recommends."""
 
@@ -92,7 +94,7 @@ def slice_items(body: bytes, name: str, limit: int) -> list[bytes]:
         members = _read(body, MAX_DEPTH + 3) or {}
         if unknown := sorted(members.keys() - {name}):
             detail = f"The body has one member, {name}, and no {_shown(unknown[0])}."
-            raise PayloadError("unknown_member", detail, f"/{_escaped(unknown[0])}")
+            raise PayloadError("unknown_member", detail, f"/{escaped(unknown[0])}")
         if not members.get(name, b"").startswith(b"["):
             detail = f'The body must be an object with an array, as in {{"{name}": [...]}}.'
             raise PayloadError(f"{name}_missing", detail, f"/{name}")
@@ -373,15 +375,10 @@ class _Reader:
             if container.names is None:
                 pointer += f"/{container.item}"
             elif container.name is not None:
-                pointer += f"/{_escaped(container.name)}"
+                pointer += f"/{escaped(container.name)}"
             if len(pointer) > _POINTER_CHARS:
                 return ""
         return pointer
-
-
-def _escaped(name: str) -> str:
-    """A member's name in a JSON pointer."""
-    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _shown(name: str) -> str:

@@ -94,9 +94,8 @@ def _publish_plain(items: Sequence[NewEvent]) -> list[Publishing | None]:
     try:
         stored = _store(items, [_PLAIN] * len(items))
     except (DatabaseError, InterfaceError) as error:
-        is_deadlock = isinstance(
-            error.__cause__, psycopg.errors.DeadlockDetected
-        )  # two had the same keys, in other orders
+        # Two that had the same keys in other orders: one by one neither waits for the other.
+        is_deadlock = isinstance(error.__cause__, psycopg.errors.DeadlockDetected)
         if isinstance(error, OperationalError | InterfaceError) and not is_deadlock:
             logger.error("%d events refused, the database is away: %s", len(items), error)
             return [Refused(transient=True)] * len(items)

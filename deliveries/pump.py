@@ -41,9 +41,7 @@ GATHER_SECONDS = 0.005  # how long due rows and results gather into batches whil
 RECLAIM_SECONDS = 5.0  # between looks for leases that ran out
 RENEW_SECONDS = 2.0  # that other pumps have to renew theirs when the database is back: they ask for it once a second
 COMPARE_SECONDS = 60.0  # between comparisons of this machine's clock with the database's,
-CLOCK_SECONDS = (
-    5.0  # and by how much they may differ: receivers allow signatures minutes, and nobody notices until then
-)
+CLOCK_SECONDS = 5.0  # and by how much they may differ: receivers allow minutes, and nobody notices until then
 
 
 class Pump:

@@ -104,11 +104,15 @@ CROSS JOIN LATERAL (
 ) secrets
 """
 
+# Endpoint.is_paced
+_IS_PACED = """(
+    endpoint.rate_limit IS NOT NULL OR endpoint.max_in_flight IS NOT NULL OR endpoint.ordered
+    OR endpoint.probe_at IS NOT NULL OR endpoint.recovered_at IS NOT NULL
+)"""
+
 # The next page of due deliveries after a remembered position, with what it takes to choose from them.
-PAGE = """
-SELECT due.due_at, due.id, due.endpoint_id, endpoint.tenant_id,
-       endpoint.rate_limit IS NOT NULL OR endpoint.max_in_flight IS NOT NULL OR endpoint.ordered
-       OR endpoint.probe_at IS NOT NULL OR endpoint.recovered_at IS NOT NULL  -- Endpoint.is_paced
+PAGE = f"""
+SELECT due.due_at, due.id, due.endpoint_id, endpoint.tenant_id, {_IS_PACED}
 FROM (
     SELECT id, due_at, endpoint_id FROM deliveries_delivery
     WHERE state = 'pending' AND priority = %(priority)s AND due_at <= now()
@@ -222,8 +226,8 @@ SELECT delivery_id, trigger FROM done
 """
 
 # How late (seconds) the delivery is that has been due longest, of those that wait for nobody but us: not for the pace
-# of their endpoint (Endpoint.is_paced), nor in the line of one that only fails. Looks at a bounded number of rows.
-LATENESS = """
+# of their endpoint, nor in the line of one that only fails. Looks at a bounded number of rows.
+LATENESS = f"""
 SELECT extract(epoch FROM now() - min(due.due_at))::float8
 FROM unnest(ARRAY[0, 1]) AS asked (priority)
 CROSS JOIN LATERAL (
@@ -234,8 +238,7 @@ CROSS JOIN LATERAL (
 JOIN endpoints_endpoint endpoint ON endpoint.id = due.endpoint_id
 JOIN endpoints_tenant tenant ON tenant.id = endpoint.tenant_id
 WHERE endpoint.status = 'active' AND tenant.webhooks_enabled AND endpoint.failures_in_a_row < %(failures)s
-  AND endpoint.rate_limit IS NULL AND endpoint.max_in_flight IS NULL AND NOT endpoint.ordered
-  AND endpoint.probe_at IS NULL AND endpoint.recovered_at IS NULL
+  AND NOT {_IS_PACED}
 """
 LATENESS_ROWS = 2_000  # of each priority: a few milliseconds
 

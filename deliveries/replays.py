@@ -10,7 +10,7 @@ from django.db.models.functions import Coalesce, Now
 from django.utils.timezone import now
 
 from deliveries.models import Delivery, Event, ReplayJob
-from deliveries.services import announce_on_commit, beginning, is_active, is_kept
+from deliveries.services import announce_on_commit, beginning, discard, is_active, is_kept
 from endpoints.contracts import CONTRACTS, STANDARD, Contract
 from endpoints.models import ContractVersion, Endpoint
 from endpoints.services import Actor, contract_of, record_audit
@@ -65,12 +65,7 @@ def _with_locks(deliveries: models.QuerySet[Delivery]) -> models.QuerySet[Delive
 
 def _end_kept(replayed: Iterable[Delivery]) -> None:
     """What was kept for a replay has had it."""
-    _discard(one for one in replayed if is_kept(one))
-
-
-def _discard(deliveries: Iterable[Delivery]) -> None:
-    ids = [one.pk for one in deliveries]
-    Delivery.objects.filter(pk__in=ids).update(state=Delivery.State.DISCARDED, finished_at=Now())
+    discard(Delivery.objects.filter(pk__in=[one.pk for one in replayed if is_kept(one)]))
 
 
 def check_replayable(delivery: Delivery) -> None:
@@ -149,7 +144,7 @@ def delete_payload(*, event: Event, actor: Actor, reason: str = "") -> None:
         waiting = list(under_way.all())
         if any(one.state == Delivery.State.SENDING for one in waiting):
             raise NotReplayable("A delivery of this event is being sent; try again in a moment")
-        _discard(waiting)
+        discard(Delivery.objects.filter(pk__in=[one.pk for one in waiting]))
         Event.objects.filter(pk=event.pk, payload_deleted_at__isnull=True).update(
             payload=b"", projection=None, payload_deleted_at=Now()
         )

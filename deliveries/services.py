@@ -117,14 +117,17 @@ def cancel_delivery(*, delivery: Delivery, actor: Actor, reason: str = "") -> bo
     """
     with transaction.atomic():
         waiting = [Delivery.State.PENDING, Delivery.State.HELD]
-        done = Delivery.objects.filter(pk=delivery.pk, state__in=waiting).update(
-            state=Delivery.State.DISCARDED, finished_at=Now()
-        )
+        done = discard(Delivery.objects.filter(pk=delivery.pk, state__in=waiting))
         if done:
             tenant = delivery.endpoint.tenant
             record_audit(actor=actor, action="delivery.cancel", of=delivery, tenant=tenant, reason=reason)
             announce_on_commit()
     return bool(done)
+
+
+def discard(deliveries: models.QuerySet[Delivery]) -> int:
+    """Ends these without another attempt, and returns how many."""
+    return deliveries.update(state=Delivery.State.DISCARDED, finished_at=Now())
 
 
 def is_kept(delivery: Delivery) -> bool:

@@ -35,6 +35,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from webhookhub.pointers import escaped
+
 MAX_CHARACTERS = {"identifier": 256, "key": 256, "label": 256, "email": 320, "phone": 32}
 MAX_TEXT_BYTES = 8192
 MAX_ELEMENTS = 100
@@ -115,7 +117,7 @@ def _check_schema(schema: object, place: str, depth: int) -> int:
     if place and "x-classes" in schema:
         raise ValueError(f"The schema at {place!r} has x-classes, which stand at its top alone; move them there.")
     _check_class(schema, place)
-    below = [(f"/{_escaped(str(name))}", part) for name, part in properties.items()]
+    below = [(f"/{escaped(str(name))}", part) for name, part in properties.items()]
     below += [(f"/{name}", schema[name]) for name in ("items", "additionalProperties") if name in schema]
     return len(properties) + sum(_check_schema(part, place + name, depth + 1) for name, part in below)
 
@@ -189,10 +191,6 @@ def _string(value: bytes) -> str | None:
 
 def _json(text: str) -> bytes:
     return json.dumps(text, ensure_ascii=False).encode()
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
 
 
 # --- the document ---------------------------------------------------------------------------------------------------
@@ -411,7 +409,7 @@ _TRUNCATION = b'"truncation":{"omittedFields":[%b]}'
 
 def _child(parent: _Node, rules: Mapping[str, object], key: str | int, head: bytes, kind: object) -> _Node:
     """A node for what has this name or index in a container."""
-    pointer = f"{parent.pointer}/{_escaped(key) if isinstance(key, str) else key}"
+    pointer = f"{parent.pointer}/{escaped(key) if isinstance(key, str) else key}"
     is_exact = parent.is_exact and len(pointer) <= MAX_POINTER_CHARACTERS
     return _Node(
         parent,

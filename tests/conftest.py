@@ -2,6 +2,7 @@
 
 import dataclasses
 import socket
+import threading
 from collections.abc import Callable
 
 import hypothesis
@@ -9,6 +10,7 @@ import pytest
 import redis
 from django.conf import settings
 
+from deliveries import intake
 from deliveries.models import Delivery
 from deliveries.pump import Pump
 from endpoints import services
@@ -147,3 +149,20 @@ def pump(db) -> Callable[[], None]:
         one.run(is_quiet)
 
     return run
+
+
+@pytest.fixture
+def groups(monkeypatch) -> list[int]:
+    """How many events each commit of the fast lane had; the first one waits half a second for others to join."""
+    sizes: list[int] = []
+    all_wait = threading.Timer(0.5, lambda: None)
+    all_wait.start()
+    publish = intake.publish_plain
+
+    def publish_when_all_wait(events):
+        all_wait.join()
+        sizes.append(len(events))
+        return publish(events)
+
+    monkeypatch.setattr(intake, "publish_plain", publish_when_all_wait)
+    return sizes

@@ -1,7 +1,6 @@
 """Batches over HTTP: each event is answered for itself, by both lanes alike."""
 
 import json
-import threading
 
 import pytest
 from django.db import DatabaseError, OperationalError
@@ -226,18 +225,7 @@ def test_a_database_that_is_away_is_503_for_the_whole_batch(headers, monkeypatch
     assert answer[1]["retry-after"] == "1"
 
 
-def test_batches_and_single_posts_that_wait_together_share_a_commit(headers, monkeypatch):
-    groups = []
-    all_wait = threading.Timer(0.5, lambda: None)
-    all_wait.start()
-    publish = intake.publish_plain
-
-    def publish_when_all_wait(events):
-        all_wait.join()
-        groups.append(len(events))
-        return publish(events)
-
-    monkeypatch.setattr(intake, "publish_plain", publish_when_all_wait)
+def test_batches_and_single_posts_that_wait_together_share_a_commit(headers, groups):
     bodies = [
         batch(*(b'{"type":"a","data":{"n":%d}}' % (10 * first + number) for number in range(10))) for first in range(9)
     ]

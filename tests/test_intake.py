@@ -159,20 +159,7 @@ def test_the_answer_names_the_event_and_the_payload_is_kept_byte_for_byte(header
     assert bytes(stored.payload) == b'{ "a" : 1.10 , "n":12345678901234567890123}'
 
 
-def test_posts_that_wait_together_share_a_commit_and_each_gets_its_own_answer(headers, monkeypatch):
-    from deliveries import intake
-
-    groups = []
-    all_wait = threading.Timer(0.5, lambda: None)
-    all_wait.start()
-    publish = intake.publish_plain
-
-    def publish_when_all_wait(events):
-        all_wait.join()
-        groups.append(len(events))
-        return publish(events)
-
-    monkeypatch.setattr(intake, "publish_plain", publish_when_all_wait)
+def test_posts_that_wait_together_share_a_commit_and_each_gets_its_own_answer(headers, groups):
     bodies = [f'{{"type":"a","data":{{"n":{number}}}}}'.encode() for number in range(50)]
     answers = by_fast_lane(*((headers, body) for body in bodies))
     assert [status for status, _, _ in answers] == [202] * 50

@@ -91,71 +91,57 @@ def test_what_failed_and_what_is_replayed_in_bulk_waits_behind_first_tries(tenan
     assert replay_delivery(delivery=failed, actor=SYSTEM).priority == Delivery.Priority.FIRST
 
 
-@override_settings(PUMP_IN_FLIGHT=20, PUMP_ENDPOINT_IN_FLIGHT=20)
-def test_retries_that_hang_leave_places_for_first_tries(tenant, make_endpoint, receiver):
-    with Receiver() as hanging:
-        hanging.respond = lambda _: [30.0]
-        for number in range(20):
+@pytest.fixture
+def hanging():
+    """A receiver that does not answer in time."""
+    with Receiver() as one:
+        one.respond = lambda _: [30.0]
+        yield one
+
+
+@pytest.fixture
+def beside(tenant, make_endpoint, receiver, hanging):
+    """Runs a pump over so many events for each of so many endpoints that hang, with some posted for `receiver` once
+    they do, until these have arrived or ten seconds are over.
+    """
+
+    def run(endpoints, each, *, quick, quick_tenant=tenant, of_hanging=None):
+        for number in range(endpoints):
             make_endpoint(url=hanging.url, event_types=[f"h{number}"])
-        make_endpoint(event_types=["quick"])
-        for number in range(20):
-            publish(tenant, 3, f"h{number}")
-        Delivery.objects.update(priority=1, due_at=Now() - timedelta(minutes=1))
-        arrived = threading.Event()
-        one = Pump(drain_seconds=0)
+        make_endpoint(tenant=quick_tenant, event_types=["quick"])
+        for number in range(endpoints):
+            publish(tenant, each, f"h{number}")
+        if of_hanging:
+            Delivery.objects.update(**of_hanging)
         began = time.monotonic()
 
         def is_over() -> bool:
-            if time.monotonic() > began + 1 and not Event.objects.filter(type="quick").exists():
-                publish(tenant, 5, "quick")
-            if len(receiver.received) == 5:
-                arrived.set()
-            return arrived.is_set() or time.monotonic() > began + 10
+            if time.monotonic() > began + 1.5 and not Event.objects.filter(type="quick").exists():
+                publish(quick_tenant, quick, "quick")
+            return len(receiver.received) == quick or time.monotonic() > began + 10
 
-        one.run(is_over)
-    assert arrived.is_set()
+        Pump(drain_seconds=0).run(is_over)
+
+    return run
+
+
+@override_settings(PUMP_IN_FLIGHT=20, PUMP_ENDPOINT_IN_FLIGHT=20)
+def test_retries_that_hang_leave_places_for_first_tries(beside, receiver, hanging):
+    beside(20, 3, quick=5, of_hanging={"priority": 1, "due_at": Now() - timedelta(minutes=1)})
+    assert len(receiver.received) == 5
     assert len(hanging.received) <= 10
 
 
 @override_settings(PUMP_IN_FLIGHT=40, PUMP_ENDPOINT_IN_FLIGHT=40)
-def test_however_many_endpoints_hang_there_are_places_left_for_others(tenant, make_endpoint, receiver):
-    with Receiver() as hanging:
-        hanging.respond = lambda _: [30.0]
-        for number in range(8):
-            make_endpoint(url=hanging.url, event_types=[f"h{number}"])
-        make_endpoint(event_types=["quick"])
-        for number in range(8):
-            publish(tenant, 40, f"h{number}")
-        one, began = Pump(drain_seconds=0), time.monotonic()
-
-        def is_over() -> bool:
-            if time.monotonic() > began + 1 and not Event.objects.filter(type="quick").exists():
-                publish(tenant, 20, "quick")
-            return len(receiver.received) == 20 or time.monotonic() > began + 10
-
-        one.run(is_over)
+def test_however_many_endpoints_hang_there_are_places_left_for_others(beside, receiver, hanging):
+    beside(8, 40, quick=20)
     assert len(receiver.received) == 20
     assert 8 <= len(hanging.received) < 40
 
 
 @override_settings(PUMP_IN_FLIGHT=40, PUMP_ENDPOINT_IN_FLIGHT=40)
-def test_however_many_endpoints_of_one_tenant_hang_others_have_places(tenant, make_endpoint, receiver):
-    other = Tenant.objects.create(name="Other")
-    with Receiver() as hanging:
-        hanging.respond = lambda _: [30.0]
-        for number in range(60):
-            make_endpoint(url=hanging.url, event_types=[f"h{number}"])
-        make_endpoint(tenant=other)
-        for number in range(60):
-            publish(tenant, 2, f"h{number}")
-        one, began = Pump(drain_seconds=0), time.monotonic()
-
-        def is_over() -> bool:
-            if time.monotonic() > began + 1.5 and not Event.objects.filter(type="quick").exists():
-                publish(other, 20, "quick")
-            return len(receiver.received) == 20 or time.monotonic() > began + 10
-
-        one.run(is_over)
+def test_however_many_endpoints_of_one_tenant_hang_others_have_places(beside, receiver, hanging):
+    beside(60, 2, quick=20, quick_tenant=Tenant.objects.create(name="Other"))
     assert len(receiver.received) == 20
     assert 20 <= len(hanging.received) <= 30
 

@@ -202,12 +202,12 @@ class EndpointAdmin(endpoints_admin.EndpointAdmin):
     @admin.display(description="first in line")
     def first_in_line(self, endpoint: Endpoint) -> SafeString | str:
         """What the others wait for, where events go in order."""
-        head = Delivery.objects.all().heads([endpoint.pk])
-        if not endpoint.ordered or not head:
+        heads = Delivery.objects.all().heads([endpoint.pk]) if endpoint.ordered else []
+        if not heads:
             return "–"
-        delivery = Delivery.objects.get(pk=head[0].id)
+        delivery = Delivery.objects.get(pk=heads[0].id)
         made = f"{delivery.attempts_made} attempts made"
-        when = f"the next at {localize(delivery.due_at)}" if head[0].is_pending else "one under way"
+        when = f"the next at {localize(delivery.due_at)}" if heads[0].is_pending else "one under way"
         return format_html("{}: {}, {}. The others wait until it has ended.", link(delivery), made, when)
 
     @admin.display(description="verification")

@@ -29,6 +29,15 @@ class EndpointSerializer(serializers.ModelSerializer[Endpoint]):
 
     class Meta:
         model = Endpoint
+        read_only_fields = [
+            "health",
+            "status",
+            "status_reason",
+            "status_at",
+            "verified_at",
+            "dead_in_a_row",
+            "created_at",
+        ]
         fields = [
             "id",
             "name",
@@ -39,22 +48,7 @@ class EndpointSerializer(serializers.ModelSerializer[Endpoint]):
             "max_in_flight",
             "ordered",
             "is_active",
-            "health",
-            "status",
-            "status_reason",
-            "status_at",
-            "verified_at",
-            "dead_in_a_row",
-            "created_at",
-        ]
-        read_only_fields = [
-            "health",
-            "status",
-            "status_reason",
-            "status_at",
-            "verified_at",
-            "dead_in_a_row",
-            "created_at",
+            *read_only_fields,
         ]
 
     def get_is_active(self, endpoint: Endpoint) -> bool:

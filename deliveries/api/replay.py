@@ -63,8 +63,8 @@ class ReplaysView(KeyView):
         query = read_query(request.query_params, [])
         assert self.key.endpoint
         rows = without_expired(_missed(self.key.endpoint))
-        show = lambda one: MissedSerializer(one).data  # noqa: E731
-        return Response(page_of(rows, query, show=show, key="event_id", newest_first=False))
+        page = page_of(rows, query, show=lambda one: MissedSerializer(one).data, key="event_id", newest_first=False)
+        return Response(page)
 
 
 class ReplayedView(KeyView):
