@@ -5,7 +5,6 @@ moment shares one commit. The API's own views are made of the same functions, fo
 import asyncio
 import itertools
 import logging
-import queue
 import re
 import threading
 import time
@@ -17,17 +16,17 @@ from typing import Any
 
 import msgspec
 from django.conf import settings
-from django.db import DatabaseError, InterfaceError, OperationalError, close_old_connections, connection
+from django.db import InterfaceError, OperationalError, close_old_connections, connection
 
 from deliveries import payloads
 from deliveries.models import Event
-from deliveries.publishing import KeyReused, NewEvent, Published, Publishing, Refused, publish_known, publish_plain
+from deliveries.publishing import KeyReused, NewEvent, Published, Publishing, Refused, apublish_plain, publish_events
 from deliveries.routing import MAX_BYTES, Rejected
-from deliveries.wake import announce
+from deliveries.wake import LoopAnnouncer
 from endpoints.models import EVENT_TYPE, ApiKey
-from endpoints.services import authenticate
+from endpoints.services import authenticate, contract_keys
 from webhookhub.api import Answer, Problem, check_key, parse_idempotency_key
-from webhookhub.database import settle_planner
+from webhookhub.database import LoopConnection
 from webhookhub.ids import typeid
 
 Scope = MutableMapping[str, Any]
@@ -38,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 BATCH_PATHS = frozenset({"/v1/events/batch", "/v1/events/batch/"})
 PATHS = frozenset({"/v1/events", "/v1/events/"}) | BATCH_PATHS
-COMMITTERS = 2  # threads, each with a connection
+COMMITS = 2  # at once, each on a connection
 MAX_TYPE_CHARS = 200  # Event.type
 _TYPE = re.compile(EVENT_TYPE)
 MEMBERS = ("type", "data", "metadata")
@@ -300,23 +299,20 @@ class Committer:
     """Publishes events from many requests: whatever waits when a commit is done goes into the next one. Two commits
     run at once when a whole group waits for the second.
 
-    Events of types with rules of their own are looked at and stored one by one, in a thread beside the commits.
+    What a group's statement leaves is published one by one, in a thread beside the commits.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[Post] = deque()
         self._events = 0  # in what waits
         self._is_scheduled = False
-        self._idle = COMMITTERS
-        self._groups: queue.SimpleQueue[list[Post] | None] = queue.SimpleQueue()
-        self._known = Turns()
+        self._idle = [LoopConnection() for _ in range(COMMITS)]
+        self._commits: set[asyncio.Task[None]] = set()
+        self._announcer = LoopAnnouncer()
+        self._left = Turns()
         self._loop = asyncio.get_running_loop()
-        self._threads = [
-            threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True)
-            for work in (*[self._commit_groups] * COMMITTERS, self._publish_known)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._publish_left, name="publish", daemon=True)
+        self._thread.start()
 
     async def publish(self, events: list[NewEvent]) -> list[Publishing]:
         """Publishes the events of one request and returns what became of each, after commit."""
@@ -331,74 +327,60 @@ class Committer:
         for number, result in enumerate(first):
             if result is None:
                 later[number] = self._loop.create_future()
-                self._known.put((events[number], later[number]))
+                self._left.put((events[number], later[number]))
         return [result or await later[number] for number, result in enumerate(first)]
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Commits what waits, and ends."""
-        *committers, last = self._threads
-        while self._waiting:
-            self._idle = COMMITTERS
+        while self._waiting or self._commits:
             self._hand_over()
-        for _ in committers:
-            self._groups.put(None)
-        for thread in committers:
-            thread.join()
-        self._known.close()
-        last.join()
+            await asyncio.wait(self._commits)
+        self._left.close()
+        await asyncio.to_thread(self._thread.join)
+        await self._announcer.close()
+        for database in self._idle:
+            await database.close()
 
     def _hand_over(self) -> None:
         self._is_scheduled = False
-        while self._waiting and self._idle and (self._idle == COMMITTERS or self._events >= settings.INTAKE_GROUP):
+        while self._waiting and self._idle and (not self._commits or self._events >= settings.INTAKE_GROUP):
             group = [self._waiting.popleft()]
             count = len(group[0][0])
             while self._waiting and count < settings.INTAKE_GROUP:
                 group.append(self._waiting.popleft())
                 count += len(group[-1][0])
-            self._idle -= 1
             self._events -= count
-            self._groups.put(group)
+            commit = self._loop.create_task(self._commit(group, self._idle.pop()))
+            self._commits.add(commit)
 
-    def _commit_groups(self) -> None:
-        while (group := self._groups.get()) is not None:
-            results = _publish([event for events, _ in group for event in events], publish_plain)
-            each = iter(results)
-            done = [(future, list(itertools.islice(each, len(events)))) for events, future in group]
-            self._loop.call_soon_threadsafe(self._committed, done)
-            if any(isinstance(result, Published) for result in results):
-                announce()  # after the answers, which need not wait for Redis
-        connection.close()
-
-    def _committed(self, done: "list[tuple[asyncio.Future[Any], Any]]") -> None:
-        self._idle += 1
+    async def _commit(self, group: list[Post], database: LoopConnection) -> None:
+        events = [event for events, _ in group for event in events]
+        results: Sequence[Publishing | None]
+        try:
+            results = await apublish_plain(events, database)
+        except Exception:
+            logger.exception("%d events refused by a fault of ours", len(events))
+            results = [Refused(transient=False)] * len(events)
+        self._idle.append(database)
+        self._commits.discard(asyncio.current_task())  # type: ignore[arg-type]
         self._hand_over()
-        _resolve(done)
+        each = iter(results)
+        _resolve((future, list(itertools.islice(each, len(events)))) for events, future in group)
+        if any(isinstance(result, Published) for result in results):
+            self._announcer.announce()
 
-    def _publish_known(self) -> None:
-        while (waiting := self._known.get()) is not None:
+    def _publish_left(self) -> None:
+        while (waiting := self._left.get()) is not None:
             event, future = waiting
-            results = _publish([event], lambda events: [publish_known(one) for one in events])
-            self._loop.call_soon_threadsafe(_resolve, [(future, results[0])])
+            try:
+                [result] = publish_events([event])
+            except Exception:
+                logger.exception("event %s refused by a fault of ours", event.id)
+                result = Refused(transient=False)
+            if result == Refused(transient=True):
+                connection.close()  # the next one finds out whether the database is back
+            self._loop.call_soon_threadsafe(_resolve, [(future, result)])
         connection.close()
-
-
-def _publish(
-    events: list[NewEvent], publish: Callable[[list[NewEvent]], Sequence[Publishing | None]]
-) -> Sequence[Publishing | None]:
-    """What `publish` makes of these events; never raises. For a thread with a connection of its own."""
-    try:
-        if connection.connection is None:
-            settle_planner()
-    except (DatabaseError, InterfaceError):
-        pass  # publishing meets the same, and says so
-    try:
-        results = publish(events)
-    except Exception:
-        logger.exception("%d events refused by a fault of ours", len(events))
-        results = [Refused(transient=False)] * len(events)
-    if any(result == Refused(transient=True) for result in results):
-        connection.close()  # the next group finds out whether the database is back
-    return results
 
 
 _HEADERS = {name.encode(): name for name in ("authorization", "content-length", "content-type", "idempotency-key")}
@@ -419,9 +401,9 @@ class FastLane:
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="batch")
         self._tenants: dict[str, tuple[float, uuid.UUID]] = {}  # Authorization -> (believed until, tenant)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Commits what waits, and ends."""
-        self._committer.close()
+        await self._committer.close()
         self._look_ups.submit(lambda: connection.close())  # that thread's connection, not this one's
         self._look_ups.shutdown()
         self._readers.shutdown()
@@ -471,7 +453,12 @@ class FastLane:
 
 def _look_up(authorization: str | None) -> uuid.UUID:
     close_old_connections()
-    return key_of(authorization).tenant_id
+    key = key_of(authorization)
+    try:
+        contract_keys()  # kept by a thread that may wait for the database, before the loop needs them
+    except (OperationalError, InterfaceError) as error:
+        raise unavailable() from error
+    return key.tenant_id
 
 
 async def read_body(receive: Receive, limit: int) -> bytes | None:

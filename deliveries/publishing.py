@@ -21,7 +21,7 @@ from endpoints.contracts import CONTRACTS
 from endpoints.models import Endpoint, EventType
 from endpoints.projection import ProjectionGap as Unprojectable
 from endpoints.services import contract_keys
-from webhookhub.database import Array, array
+from webhookhub.database import Array, LoopConnection, array
 from webhookhub.ids import uuid7
 
 logger = logging.getLogger(__name__)
@@ -94,9 +94,7 @@ def _publish_plain(items: Sequence[NewEvent]) -> list[Publishing | None]:
     try:
         stored = _store(items, [_PLAIN] * len(items))
     except (DatabaseError, InterfaceError) as error:
-        # Two that had the same keys in other orders: one by one neither waits for the other.
-        is_deadlock = isinstance(error.__cause__, psycopg.errors.DeadlockDetected)
-        if isinstance(error, OperationalError | InterfaceError) and not is_deadlock:
+        if _is_away(error):
             logger.error("%d events refused, the database is away: %s", len(items), error)
             return [Refused(transient=True)] * len(items)
         if len(items) > 1:
@@ -104,6 +102,31 @@ def _publish_plain(items: Sequence[NewEvent]) -> list[Publishing | None]:
         logger.error("event %s refused by the database: %s", items[0].id, error)
         return [Refused(transient=False)]
     return [_first_result(item, stored.get(item.id)) for item in items]
+
+
+async def apublish_plain(items: Sequence[NewEvent], database: LoopConnection) -> list[Published | Refused | None]:
+    """Stores events in one statement on a connection of an event loop, and wakes nobody, which is left to the caller.
+
+    None for those that are left to `publish_events`, one by one: what `publish_plain` leaves, those whose caller_key
+    was used before, and all of them when the database refuses the statement.
+    """
+    fit = [item for item in items if len(item.payload) <= MAX_PAYLOAD_BYTES]
+    try:
+        stored = await Event.objects.all().astore(_statement(fit, [_PLAIN] * len(fit)), database) if fit else {}
+    except (DatabaseError, InterfaceError) as error:
+        if not _is_away(error):
+            return [None] * len(items)
+        logger.error("%d events refused, the database is away: %s", len(items), error)
+        return [Refused(transient=True)] * len(items)
+    return [Published(item.id) if stored.get(item.id) else None for item in items]
+
+
+def _is_away(error: Exception) -> bool:
+    """Whether nobody knows what became of a statement. A deadlock is of two that had the same keys in other orders: one
+    by one neither waits for the other.
+    """
+    is_deadlock = isinstance(error.__cause__, psycopg.errors.DeadlockDetected)
+    return isinstance(error, OperationalError | InterfaceError) and not is_deadlock
 
 
 _PLAIN = Known(is_known=False)
@@ -118,7 +141,11 @@ def _first_result(item: NewEvent, is_stored: bool | None) -> Publishing | None:
 def _store(items: Sequence[NewEvent], known: Sequence[Known]) -> dict[uuid.UUID, bool]:
     # One statement is a transaction of its own; within a caller's it needs a savepoint, to be refused alone.
     with transaction.atomic() if connection.in_atomic_block else nullcontext():
-        return Event.objects.all().store({**_columns(items, known), **contract_columns()})
+        return Event.objects.all().store(_statement(items, known))
+
+
+def _statement(items: Sequence[NewEvent], known: Sequence[Known]) -> dict[str, Array]:
+    return {**_columns(items, known), **contract_columns()}
 
 
 def publish_known(item: NewEvent) -> Publishing:

@@ -11,7 +11,7 @@ from django.db import models
 from django.db.models.functions import Coalesce, Now
 
 from endpoints.pace import FAILURES_TO_OPEN
-from webhookhub.database import Array, run, run_by_index
+from webhookhub.database import Array, LoopConnection, run, run_by_index
 
 if TYPE_CHECKING:
     from deliveries.models import Delivery, Event
@@ -360,7 +360,11 @@ class EventQuerySet(models.QuerySet["Event"]):
         Returns which were stored (true), and of which there is more to know first (false); the others' tenants had used
         their caller_key before. One event that the database refuses fails the whole statement.
         """
-        return {row[0]: row[1] for row in run(self.db, STORE_EVENTS, columns)}
+        return dict(run(self.db, STORE_EVENTS, columns))
+
+    async def astore(self, columns: Mapping[str, Array], database: LoopConnection) -> dict[uuid.UUID, bool]:
+        """As `store`, on a connection of an event loop."""
+        return dict(await database.run(STORE_EVENTS, columns))
 
     def log(self) -> Self:
         """What tenants posted, without what the hub made itself and without payloads; `delivered` says of each whether

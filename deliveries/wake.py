@@ -1,14 +1,17 @@
 """Wake-ups over Redis: "something is due". They carry no state, and losing one costs a quarter of a second."""
 
+import asyncio
 import functools
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import redis
 from django.conf import settings
 
 CHANNEL = "webhookhub:wake"
 RETRY_SECONDS = 1.0  # after an error Redis is left alone for this long
+APART_SECONDS = 0.005  # between two wake-ups from one event loop: a pump gathers for as long before it claims again
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,33 @@ def _announcer(url: str) -> Announcer:
 def announce() -> None:
     """Wakes every pump. Call it after commit."""
     _announcer(settings.REDIS_URL).announce()
+
+
+class LoopAnnouncer:
+    """`announce` for an event loop, which never waits for Redis; calls that come close together are one wake-up."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="wake")
+        self._is_wanted = False
+        self._task: asyncio.Task[None] | None = None
+
+    def announce(self) -> None:
+        """Wakes every pump in a moment."""
+        self._is_wanted = True
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        while self._is_wanted:
+            self._is_wanted = False
+            await asyncio.get_running_loop().run_in_executor(self._thread, announce)
+            await asyncio.sleep(APART_SECONDS)
+
+    async def close(self) -> None:
+        """Makes the announcement that waits, and ends."""
+        if self._task is not None:
+            await self._task
+        self._thread.shutdown()
 
 
 class Listener:

@@ -1,8 +1,9 @@
 """What tests share: tenants and endpoints, a receiver on loopback, a pump that runs until the queue is quiet."""
 
+import asyncio
 import dataclasses
 import socket
-import threading
+import time
 from collections.abc import Callable
 
 import hypothesis
@@ -138,8 +139,6 @@ def pump(db) -> Callable[[], None]:
     """Runs a pump until no delivery is due or in flight, for 20 seconds at most."""
 
     def run(seconds: float = 20.0) -> None:
-        import time
-
         end = time.monotonic() + seconds
         one = Pump()
 
@@ -155,14 +154,13 @@ def pump(db) -> Callable[[], None]:
 def groups(monkeypatch) -> list[int]:
     """How many events each commit of the fast lane had; the first one waits half a second for others to join."""
     sizes: list[int] = []
-    all_wait = threading.Timer(0.5, lambda: None)
-    all_wait.start()
-    publish = intake.publish_plain
+    all_wait = time.monotonic() + 0.5
+    publish = intake.apublish_plain
 
-    def publish_when_all_wait(events):
-        all_wait.join()
+    async def publish_when_all_wait(events, database):
+        await asyncio.sleep(all_wait - time.monotonic())
         sizes.append(len(events))
-        return publish(events)
+        return await publish(events, database)
 
-    monkeypatch.setattr(intake, "publish_plain", publish_when_all_wait)
+    monkeypatch.setattr(intake, "apublish_plain", publish_when_all_wait)
     return sizes

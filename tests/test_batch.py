@@ -6,8 +6,8 @@ import pytest
 from django.db import DatabaseError, OperationalError
 from django.test import Client
 
-from deliveries import intake
 from deliveries.models import Delivery, Event
+from deliveries.querysets import EventQuerySet
 from endpoints.models import Endpoint, Tenant
 from endpoints.services import SYSTEM, create_endpoint
 from tests.test_intake import GOOD, JSON, by_django, by_fast_lane, comparable, error
@@ -201,14 +201,22 @@ def test_a_lifecycle_conflict_in_a_batch_is_that_events_alone(headers, catalogue
 
 
 def test_an_event_that_the_database_refuses_is_refused_alone(headers, monkeypatch):
-    store = intake.Event.objects.all().__class__.store
+    store, astore = EventQuerySet.store, EventQuerySet.astore
 
-    def refuse_one(events, columns):
+    def check(columns):
         if b'{"a":"bad"}' in bytes(columns["payload"]):
             raise DatabaseError("no")
+
+    def refuse_one(events, columns):
+        check(columns)
         return store(events, columns)
 
-    monkeypatch.setattr("deliveries.querysets.EventQuerySet.store", refuse_one)
+    async def refuse_group(events, columns, database):
+        check(columns)
+        return await astore(events, columns, database)
+
+    monkeypatch.setattr(EventQuerySet, "store", refuse_one)
+    monkeypatch.setattr(EventQuerySet, "astore", refuse_group)
     answer = by_both(headers, batch(GOOD, b'{"type":"a","data":{"a":"bad"}}', GOOD))
     assert told(answer) == [None, "internal", None]
     assert Event.objects.count() == 2
@@ -218,7 +226,8 @@ def test_a_database_that_is_away_is_503_for_the_whole_batch(headers, monkeypatch
     def fail(*args):
         raise OperationalError("gone")
 
-    monkeypatch.setattr("deliveries.querysets.EventQuerySet.store", fail)
+    monkeypatch.setattr(EventQuerySet, "store", fail)
+    monkeypatch.setattr(EventQuerySet, "astore", fail)
     answer = by_both(headers, batch(b"{}", GOOD))
     assert error(answer) == (503, "unavailable")
     assert told(answer) == ["type_invalid", "unavailable"]

@@ -11,7 +11,6 @@ from django.db import OperationalError
 from django.test import Client
 from django.utils import timezone
 
-from deliveries import querysets
 from deliveries.intake import FastLane, Turns, key_of
 from deliveries.models import Delivery, Event
 from deliveries.publishing import NewEvent
@@ -19,6 +18,7 @@ from endpoints.models import ApiKey, Endpoint
 from endpoints.services import SYSTEM, create_endpoint, revoke_api_key
 from tests import vectors_loader
 from webhookhub.api import MAX_KEY_CHARS, Problem, parse_idempotency_key
+from webhookhub.database import LoopConnection
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -53,7 +53,7 @@ def by_fast_lane(*requests, chunks=None, path="/v1/events"):
         try:
             return await asyncio.gather(*(exchange(lane, headers, body) for headers, body in requests))
         finally:
-            lane.close()
+            await lane.close()
 
     return asyncio.run(all_of_them())
 
@@ -357,15 +357,15 @@ def test_a_database_that_is_away_at_the_look_up_of_the_key_is_503(headers, monke
 def test_when_the_connection_is_lost_after_the_commit_the_answer_does_not_say_that_nothing_is_stored(
     headers, monkeypatch
 ):
-    run = querysets.run
+    run = LoopConnection.run
 
-    def lose(*args):
-        run(*args)
+    async def lose(*args):
+        await run(*args)
         raise OperationalError("server closed the connection unexpectedly")
 
     keyed = {**headers, "Idempotency-Key": "order-42"}
     with monkeypatch.context() as patch:
-        patch.setattr(querysets, "run", lose)
+        patch.setattr(LoopConnection, "run", lose)
         [lost] = by_fast_lane((keyed, GOOD))
     [again] = by_fast_lane((keyed, GOOD))
     assert error(lost) == (503, "unavailable")

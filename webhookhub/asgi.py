@@ -56,5 +56,5 @@ async def _lifespan(receive: Receive, send: Send) -> None:
     _fast_lane = FastLane()
     await send({"type": "lifespan.startup.complete"})
     await receive()
-    _fast_lane.close()
+    await _fast_lane.close()
     await send({"type": "lifespan.shutdown.complete"})

@@ -6,6 +6,7 @@ from typing import Any
 
 import psycopg
 from django.db import connections, transaction
+from psycopg import sql
 from psycopg.adapt import Dumper
 from psycopg.pq import Format
 
@@ -75,15 +76,15 @@ def settle_planner(using: str = "default", *, look_ups: bool = False) -> None:
         cursor.execute(f"{PLANNER}; {LOOK_UPS}" if look_ups else PLANNER)
 
 
-def run_by_index(using: str, sql: str, params: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+def run_by_index(using: str, statement: str, params: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     """As `run`, for a thread that does much else on its connection: by an index whatever the statistics say."""
     with transaction.atomic(using):
         with connections[using].cursor() as cursor:
             cursor.execute(_LOOK_UPS_ONCE)
-        return run(using, sql, params)
+        return run(using, statement, params)
 
 
-def run(using: str, sql: str, params: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+def run(using: str, statement: str, params: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     """Runs one statement, in the transaction that is open if there is one, and returns its rows.
 
     Errors are Django's (`django.db.Error` and its kinds).
@@ -91,5 +92,38 @@ def run(using: str, sql: str, params: Mapping[str, Any]) -> list[tuple[Any, ...]
     connection = connections[using]
     connection.ensure_connection()
     with connection.wrap_database_errors, psycopg.Cursor(connection.connection) as cursor:
-        cursor.execute(sql.encode(), params, prepare=True, binary=True)
+        cursor.execute(statement.encode(), params, prepare=True, binary=True)
         return cursor.fetchall() if cursor.description else []
+
+
+class LoopConnection:
+    """A connection for one event loop, to `run` statements of its own while the loop does other things: one at a time,
+    each a transaction. It is opened when there is something to run, as Django's settings say.
+    """
+
+    def __init__(self, using: str = "default") -> None:
+        self._django = connections.create_connection(using)  # its settings and its words for errors; never opened
+        self._connection: psycopg.AsyncConnection | None = None
+
+    async def run(self, statement: str, params: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+        """As `run`. After an error of the connection, the next one is run on a new connection."""
+        with self._django.wrap_database_errors:
+            if self._connection is None or self._connection.closed:
+                self._connection = await self._connect()
+            cursor = await self._connection.execute(statement.encode(), params, prepare=True, binary=True)
+            return await cursor.fetchall() if cursor.description else []
+
+    async def _connect(self) -> psycopg.AsyncConnection:
+        options = self._django.get_connection_params()
+        for of_django in ("cursor_factory", "context"):
+            options.pop(of_django)
+        connection = await psycopg.AsyncConnection.connect(**options, autocommit=True)
+        if role := self._django.settings_dict["OPTIONS"].get("assume_role"):
+            await connection.execute(sql.SQL("SET ROLE {}").format(sql.Identifier(role)))
+        await connection.execute(PLANNER)
+        return connection
+
+    async def close(self) -> None:
+        """Ends the connection."""
+        if self._connection is not None:
+            await self._connection.close()
