@@ -44,8 +44,6 @@ class Table:
         """Adds deliveries that are due, spread over so many endpoints after the first `skip`, and over so many seconds
         of the past.
         """
-        from django.db import connection, transaction
-
         from webhookhub.database import run
 
         params = {
@@ -56,17 +54,14 @@ class Table:
             "ago": ago,
             "count": count,
         }
-        with transaction.atomic():
-            with connection.cursor() as cursor:
-                cursor.execute("SET LOCAL session_replication_role = replica")  # no foreign key is looked up
-            run("default", ADD, params)
+        run("default", ADD, params)
 
     def empty(self) -> None:
         """Removes them all."""
         from django.db import connection
 
         with connection.cursor() as cursor:
-            cursor.execute("TRUNCATE deliveries_delivery CASCADE")
+            cursor.execute("TRUNCATE deliveries_delivery, deliveries_attempt CASCADE")
         self.tend()
 
     def tend(self) -> None:

@@ -51,7 +51,7 @@ def empty() -> None:
     from django.db import connection
 
     with connection.cursor() as cursor:
-        cursor.execute("TRUNCATE deliveries_event CASCADE")
+        cursor.execute("TRUNCATE deliveries_event, deliveries_delivery, deliveries_attempt CASCADE")
         cursor.execute("CHECKPOINT")
 
 

@@ -5,7 +5,7 @@ import logging
 import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import psycopg
@@ -27,8 +27,7 @@ from webhookhub.ids import uuid7
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class NewEvent:
+class NewEvent(msgspec.Struct, frozen=True):
     """An event to publish, validated: the payload's own bytes, and what the caller said about it."""
 
     tenant_id: uuid.UUID
@@ -36,8 +35,8 @@ class NewEvent:
     payload: bytes
     content_type: str = "application/json"
     caller_key: str | None = None
-    metadata: dict[str, str] = field(default_factory=dict)
-    id: uuid.UUID = field(default_factory=uuid7)
+    metadata: dict[str, str] = msgspec.field(default_factory=dict)
+    id: uuid.UUID = msgspec.field(default_factory=uuid7)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from django.conf import settings
 
 CHANNEL = "webhookhub:wake"
 RETRY_SECONDS = 1.0  # after an error Redis is left alone for this long
-APART_SECONDS = 0.005  # between two wake-ups from one event loop: a pump gathers for as long before it claims again
+APART_SECONDS = 0.010  # between two wake-ups from one event loop: a pump gathers for as long before it claims again
 
 logger = logging.getLogger(__name__)
 
