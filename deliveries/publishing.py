@@ -22,7 +22,7 @@ from endpoints.models import Endpoint, EventType
 from endpoints.projection import ProjectionGap as Unprojectable
 from endpoints.services import contract_keys
 from webhookhub.database import Array, LoopConnection, array
-from webhookhub.ids import uuid7
+from webhookhub.ids import uuid4_bytes, uuid7
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def publish_plain(items: Sequence[NewEvent]) -> list[Publishing | None]:
 
 def _publish_plain(items: Sequence[NewEvent]) -> list[Publishing | None]:
     try:
-        stored = _store(items, [_PLAIN] * len(items))
+        left = _store(items, [_PLAIN] * len(items))
     except (DatabaseError, InterfaceError) as error:
         if _is_away(error):
             logger.error("%d events refused, the database is away: %s", len(items), error)
@@ -100,7 +100,7 @@ def _publish_plain(items: Sequence[NewEvent]) -> list[Publishing | None]:
             return [_publish_plain([item])[0] for item in items]
         logger.error("event %s refused by the database: %s", items[0].id, error)
         return [Refused(transient=False)]
-    return [_first_result(item, stored.get(item.id)) for item in items]
+    return [_first_result(item, left.get(item.id)) for item in items]
 
 
 async def apublish_plain(items: Sequence[NewEvent], database: LoopConnection) -> list[Published | Refused | None]:
@@ -111,13 +111,16 @@ async def apublish_plain(items: Sequence[NewEvent], database: LoopConnection) ->
     """
     fit = [item for item in items if len(item.payload) <= MAX_PAYLOAD_BYTES]
     try:
-        stored = await Event.objects.all().astore(_statement(fit, [_PLAIN] * len(fit)), database) if fit else {}
+        left = await Event.objects.all().astore(_statement(fit, [_PLAIN] * len(fit)), database) if fit else {}
     except (DatabaseError, InterfaceError) as error:
         if not _is_away(error):
             return [None] * len(items)
         logger.error("%d events refused, the database is away: %s", len(items), error)
         return [Refused(transient=True)] * len(items)
-    return [Published(item.id) if stored.get(item.id) else None for item in items]
+    if left or len(fit) < len(items):
+        done = {item.id for item in fit} - left.keys()
+        return [Published(item.id) if item.id in done else None for item in items]
+    return [Published(item.id) for item in items]
 
 
 def _is_away(error: Exception) -> bool:
@@ -131,10 +134,10 @@ def _is_away(error: Exception) -> bool:
 _PLAIN = Known(is_known=False)
 
 
-def _first_result(item: NewEvent, is_stored: bool | None) -> Publishing | None:
-    if is_stored:
+def _first_result(item: NewEvent, is_unknown: bool | None) -> Publishing | None:
+    if is_unknown is None:
         return Published(item.id)
-    return _earlier(item) if is_stored is None else None
+    return None if is_unknown else _earlier(item)
 
 
 def _store(items: Sequence[NewEvent], known: Sequence[Known]) -> dict[uuid.UUID, bool]:
@@ -154,7 +157,7 @@ def publish_known(item: NewEvent) -> Publishing:
             known = look_at(tenant_id=item.tenant_id, event_id=item.id, event_type=item.type, payload=item.payload)
             if isinstance(known, Rejected):
                 return known
-            if _store([item], [known]) != {item.id: True}:
+            if _store([item], [known]):
                 return _earlier(item)
             announce_on_commit()
             if known.gap and known.schema_at:
@@ -217,6 +220,7 @@ def _columns(items: Sequence[NewEvent], known: Sequence[Known]) -> dict[str, Arr
         "type": _texts(item.type for item in items),
         "payload": array("bytea", [item.payload for item in items]),
         "content_type": _texts(item.content_type for item in items),
+        "key": array("uuid", [uuid4_bytes() for _ in items]),
         "caller_key": _texts(item.caller_key for item in items),
         "metadata": array("text", [msgspec.json.encode(item.metadata) for item in items]),
         "patterns": _texts(_patterns(item.type) if one.fan_out else None for item, one in pairs),

@@ -25,10 +25,10 @@ STORE_EVENTS = """
 WITH input AS (
     SELECT * FROM unnest(
         %(id)s::uuid[], %(tenant)s::uuid[], %(type)s::text[], %(payload)s::bytea[], %(content_type)s::text[],
-        %(caller_key)s::text[], %(metadata)s::text[], %(patterns)s::text[], %(state)s::text[],
+        %(key)s::uuid[], %(caller_key)s::text[], %(metadata)s::text[], %(patterns)s::text[], %(state)s::text[],
         %(projection)s::bytea[], %(destination)s::uuid[], %(is_known)s::boolean[]
     ) AS input (
-        id, tenant_id, type, payload, content_type, caller_key, metadata, patterns, state, projection,
+        id, tenant_id, type, payload, content_type, key, caller_key, metadata, patterns, state, projection,
         destination, is_known
     )
 ), unknown AS (
@@ -39,7 +39,7 @@ WITH input AS (
     INSERT INTO deliveries_event (
         id, tenant_id, type, payload, content_type, key, caller_key, metadata, state, projection
     )
-    SELECT id, tenant_id, type, payload, content_type, gen_random_uuid(), caller_key, metadata::jsonb, state, projection
+    SELECT id, tenant_id, type, payload, content_type, key, caller_key, metadata::jsonb, state, projection
     FROM input WHERE NOT EXISTS (SELECT FROM unknown WHERE unknown.id = input.id)
     ON CONFLICT (tenant_id, caller_key) WHERE caller_key IS NOT NULL DO NOTHING
     RETURNING id, sequence
@@ -75,7 +75,8 @@ WITH input AS (
     WHERE (fate.is_active OR contract.when_inactive IS DISTINCT FROM 'skip') AND endpoint.status <> 'deleted'
       AND NOT (input.state = 'projection_gap' AND coalesce(contract.envelope, false))
 )
-SELECT id, true FROM stored UNION ALL SELECT id, false FROM unknown
+SELECT id, EXISTS (SELECT FROM unknown WHERE unknown.id = input.id) FROM input
+WHERE NOT EXISTS (SELECT FROM stored WHERE stored.id = input.id)
 """
 
 _CLAIMED = """
@@ -357,8 +358,8 @@ class EventQuerySet(models.QuerySet["Event"]):
     def store(self, columns: Mapping[str, Array]) -> dict[uuid.UUID, bool]:
         """Stores events, given by column, with their deliveries, in one statement.
 
-        Returns which were stored (true), and of which there is more to know first (false); the others' tenants had used
-        their caller_key before. One event that the database refuses fails the whole statement.
+        Returns those that were not stored: true when there is more to know of the event first, false when its tenant
+        had used its caller_key before. One event that the database refuses fails the whole statement.
         """
         return dict(run(self.db, STORE_EVENTS, columns))
 
