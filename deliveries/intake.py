@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 BATCH_PATHS = frozenset({"/v1/events/batch", "/v1/events/batch/"})
 PATHS = frozenset({"/v1/events", "/v1/events/"}) | BATCH_PATHS
-COMMITS = 2  # at once, each on a connection
+COMMITS = 3  # at once, each on a connection: a core each for two and the loop, while the third waits for the disk
 MAX_TYPE_CHARS = 200  # Event.type
 _TYPE = re.compile(EVENT_TYPE)
 MEMBERS = ("type", "data", "metadata")
@@ -298,8 +298,8 @@ class Turns:
 
 
 class Committer:
-    """Publishes events from many requests: whatever waits when a commit is done goes into the next one. Two commits
-    run at once when a whole group waits for the second.
+    """Publishes events from many requests: whatever waits when a commit is done goes into the next one. More than one
+    commit runs at once only when whole groups wait.
 
     What a group's statement leaves is published one by one, in a thread beside the commits.
     """
