@@ -157,6 +157,7 @@ _ONLY_MEMBER = rb'[ \t\r\n]*{[ \t\r\n]*"%b"[ \t\r\n]*:'  # the way to its value
 _CONTAINER = re.compile(rb"[ \t\r\n]*[\[{]")
 _SURROGATE_PAIR = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_SURROGATE_BEGINS = re.compile(rb"\\u[dD]")
 _TO_SQUARE = bytes.maketrans(b"{}", b"[]")
 _NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
@@ -178,7 +179,7 @@ def _has_lone_surrogate(text: bytes) -> bool:
     r"""Whether grammatical JSON text has a `\uD8xx` escape without its other half. Escaped backslashes are blanked
     first, as they may stand before an innocent "u"; blanked, not removed, or two halves could come to touch.
     """
-    if b"\\ud" not in text and b"\\uD" not in text:
+    if not _SURROGATE_BEGINS.search(text):
         return False
     return _SURROGATE.search(_SURROGATE_PAIR.sub(b"", text.replace(rb"\\", b"  "))) is not None
 

@@ -5,7 +5,6 @@ wake-up at once, without one by polling.
 """
 
 import functools
-import gc
 import logging
 import time
 import uuid
@@ -30,6 +29,7 @@ from endpoints.services import contract_of, signing_keys
 from endpoints.signing import Key
 from webhookhub.database import PUMP_NAME, name_session, settle_planner
 from webhookhub.ids import uuid7
+from webhookhub.limits import relieve_collector
 
 logger = logging.getLogger(__name__)
 
@@ -88,10 +88,7 @@ class Pump:
 
         What is still in flight then is left to its lease.
         """
-        gc.unfreeze()  # or what is left of the pump before this one in the process would stay for ever
-        gc.collect()
-        gc.freeze()  # a pump makes many objects and no cycles: let the collector look at few of them, and seldom
-        gc.set_threshold(50_000, 20, 50)
+        relieve_collector()
         deadline: float | None = None
         settled = False
         try:

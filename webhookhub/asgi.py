@@ -13,7 +13,7 @@ from django.conf import settings  # noqa: E402
 
 from deliveries.intake import PATHS, FastLane, Receive, Scope, Send, body_limit, read_body, send_answer  # noqa: E402
 from webhookhub.api import Problem  # noqa: E402
-from webhookhub.limits import raise_descriptor_limit  # noqa: E402
+from webhookhub.limits import raise_descriptor_limit, relieve_collector  # noqa: E402
 from webhookhub.wsgi import application as django_application  # noqa: E402
 
 _django: Any = WSGIMiddleware(cast(Any, django_application), workers=settings.WEB_THREADS)
@@ -53,6 +53,7 @@ async def _lifespan(receive: Receive, send: Send) -> None:
     global _fast_lane
     await receive()
     raise_descriptor_limit()
+    relieve_collector()
     _fast_lane = FastLane()
     await send({"type": "lifespan.startup.complete"})
     await receive()
