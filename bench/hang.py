@@ -32,11 +32,12 @@ def arrivals_of(witness: harness.Witness, skip: int) -> list[tuple[str, float]]:
 
 
 def run_pump(until: Any, seconds: float) -> None:
-    """Runs a pump until something is so; what hangs then is left."""
+    """Runs a pump until something is so of it; what hangs then is left."""
     from deliveries.pump import Pump
 
     end = time.monotonic() + seconds
-    Pump(drain_seconds=0).run(lambda: until() or time.monotonic() > end)
+    pump = Pump(drain_seconds=0)
+    pump.run(lambda: until(pump) or time.monotonic() > end)
 
 
 def settle() -> None:
@@ -50,12 +51,10 @@ def settle() -> None:
 
 def throughput(tenant: Any, witness: harness.Witness) -> float:
     """Arrivals per second at the nine, of a backlog."""
-    from deliveries.models import Delivery
-
     skip = len(witness.log.read_text().splitlines())
     harness.publish(tenant, BACKLOG)
     wanted = BACKLOG * OTHERS
-    run_pump(lambda: Delivery.objects.filter(state="delivered").count() >= wanted + skip, 90)
+    run_pump(lambda pump: pump.recorded >= wanted, 90)
     times = sorted(moment for _, moment in arrivals_of(witness, skip))
     if len(times) != wanted:
         raise SystemExit(f"{len(times)} of {wanted} arrived")
@@ -85,7 +84,7 @@ def latencies(tenant: Any, witness: harness.Witness) -> list[float]:
 
     poster = threading.Thread(target=post)
     poster.start()
-    run_pump(done.is_set, SECONDS + 30)
+    run_pump(lambda _: done.is_set(), SECONDS + 30)
     poster.join()
     accepted = {
         typeid("evt", event.pk): event.accepted_at.timestamp()
