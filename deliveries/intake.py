@@ -367,7 +367,7 @@ class Committer:
             logger.exception("%d events refused by a fault of ours", len(events))
             results = [Refused(transient=False)] * len(events)
         self._idle.append(database)
-        self._commits.discard(asyncio.current_task())  # type: ignore[arg-type]
+        self._commits.discard(asyncio.current_task())
         self._hand_over()
         each = iter(results)
         _resolve((future, list(itertools.islice(each, len(events)))) for events, future in group)
