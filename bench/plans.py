@@ -35,7 +35,7 @@ NOTES = {
     "CLAIM_THESE": "Each row by its key; what a request needs (event, endpoint, tenant, secrets) by its key, too.",
     STALE: "The same where little waited when the statistics were taken: it should go by key too.",
     "CLAIM_LAGGING": "The next of each endpoint, from a position of its own: as many rows of the index as are claimed.",
-    "RECORD": "States by key, attempts and credits in the same statement. Foreign keys are checked at the commit.",
+    "RECORD": "States by key, attempts and credits in the same statement.",
     "RENEW": "By key, only what this pump has in flight. Each row's entries in all indexes are written anew.",
     LOST: "The index holds what is being sent; only what has run out of it is read, and interruptions by delivery.",
 }
