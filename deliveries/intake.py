@@ -313,7 +313,7 @@ class Committer:
         self._is_scheduled = False
         self._idle = [LoopConnection() for _ in range(COMMITS)]
         self._commits: set[asyncio.Task[None]] = set()
-        self._announcer = LoopAnnouncer()
+        self._announcer = LoopAnnouncer(settings.REDIS_URL)
         self._left = Turns()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._publish_left, name="publish", daemon=True)
@@ -368,11 +368,11 @@ class Committer:
             results = [Refused(transient=False)] * len(events)
         self._idle.append(database)
         self._commits.discard(asyncio.current_task())
+        if any(isinstance(result, Published) for result in results):
+            self._announcer.announce()
         self._hand_over()
         each = iter(results)
         _resolve((future, list(itertools.islice(each, len(events)))) for events, future in group)
-        if any(isinstance(result, Published) for result in results):
-            self._announcer.announce()
 
     def _publish_left(self) -> None:
         while (waiting := self._left.get()) is not None:

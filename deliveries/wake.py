@@ -4,9 +4,9 @@ import asyncio
 import functools
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import redis
+import redis.asyncio
 from django.conf import settings
 
 CHANNEL = "webhookhub:wake"
@@ -45,10 +45,10 @@ def announce() -> None:
 
 
 class LoopAnnouncer:
-    """`announce` for an event loop, which never waits for Redis; calls that come close together are one wake-up."""
+    """`Announcer` for an event loop, which never waits for it; calls that come close together are one wake-up."""
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="wake")
+    def __init__(self, url: str) -> None:
+        self._redis = redis.asyncio.Redis.from_url(url, socket_timeout=0.2, socket_connect_timeout=0.2, retry=None)
         self._is_wanted = False
         self._task: asyncio.Task[None] | None = None
 
@@ -61,14 +61,20 @@ class LoopAnnouncer:
     async def _run(self) -> None:
         while self._is_wanted:
             self._is_wanted = False
-            await asyncio.get_running_loop().run_in_executor(self._thread, announce)
-            await asyncio.sleep(APART_SECONDS)
+            pause = APART_SECONDS
+            try:
+                await self._redis.publish(CHANNEL, b"")
+            except redis.RedisError as error:
+                pause = RETRY_SECONDS
+                logger.warning("no wake-up sent, pumps find the work by polling: %s", error)
+            await asyncio.sleep(pause)
 
     async def close(self) -> None:
-        """Makes the announcement that waits, and ends."""
+        """Ends, when the announcement that is being made is out."""
+        self._is_wanted = False
         if self._task is not None:
             await self._task
-        self._thread.shutdown()
+        await self._redis.aclose()
 
 
 class Listener:
