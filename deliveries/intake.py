@@ -27,7 +27,7 @@ from deliveries.wake import LoopAnnouncer
 from endpoints.models import EVENT_TYPE, ApiKey
 from endpoints.services import authenticate, contract_keys
 from webhookhub.api import Answer, Problem, check_key, parse_idempotency_key
-from webhookhub.database import LoopConnection
+from webhookhub.database import LoopConnection, settle_planner
 from webhookhub.ids import typeid
 
 Scope = MutableMapping[str, Any]
@@ -378,7 +378,11 @@ class Committer:
         while (waiting := self._left.get()) is not None:
             event, future = waiting
             try:
+                if connection.connection is None:
+                    settle_planner()
                 [result] = publish_events([event])
+            except (OperationalError, InterfaceError):
+                result = Refused(transient=True)
             except Exception:
                 logger.exception("event %s refused by a fault of ours", event.id)
                 result = Refused(transient=False)
