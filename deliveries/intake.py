@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 BATCH_PATHS = frozenset({"/v1/events/batch", "/v1/events/batch/"})
 PATHS = frozenset({"/v1/events", "/v1/events/"}) | BATCH_PATHS
+PATIENCE_SECONDS = 0.05  # with a commit, which may wait for somebody's lock, until the next one no longer waits for it
 COMMITS = 3  # at once, each on a connection: a core each for two and the loop, while the third waits for the disk
 MAX_TYPE_CHARS = 200  # Event.type
 _TYPE = re.compile(EVENT_TYPE)
@@ -302,7 +303,7 @@ class Turns:
 
 class Committer:
     """Publishes events from many requests: whatever waits when a commit is done goes into the next one. More than one
-    commit runs at once only when whole groups wait.
+    commit runs at once only when whole groups wait, or when one takes long.
 
     What a group's statement leaves is published one by one, in a thread beside the commits.
     """
@@ -311,6 +312,7 @@ class Committer:
         self._waiting: deque[Post] = deque()
         self._events = 0  # in what waits
         self._is_scheduled = False
+        self._patience_ends = 0.0  # with the newest commit
         self._idle = [LoopConnection() for _ in range(COMMITS)]
         self._commits: set[asyncio.Task[None]] = set()
         self._announcer = LoopAnnouncer(settings.REDIS_URL)
@@ -324,7 +326,7 @@ class Committer:
         future: asyncio.Future[list[Publishing | None]] = self._loop.create_future()
         self._waiting.append((events, future))
         self._events += len(events)
-        if not self._is_scheduled:
+        if not self._is_scheduled or self._events >= settings.INTAKE_GROUP:
             self._is_scheduled = True
             self._loop.call_soon(self._hand_over)  # together with the posts that are being read at this moment
         first = await future
@@ -348,13 +350,18 @@ class Committer:
 
     def _hand_over(self) -> None:
         self._is_scheduled = False
-        while self._waiting and self._idle and (not self._commits or self._events >= settings.INTAKE_GROUP):
+        while self._waiting and self._idle:
+            if self._commits and self._events < settings.INTAKE_GROUP and self._loop.time() < self._patience_ends:
+                self._is_scheduled = True
+                self._loop.call_at(self._patience_ends, self._hand_over)
+                return
             group = [self._waiting.popleft()]
             count = len(group[0][0])
             while self._waiting and count < settings.INTAKE_GROUP:
                 group.append(self._waiting.popleft())
                 count += len(group[-1][0])
             self._events -= count
+            self._patience_ends = self._loop.time() + PATIENCE_SECONDS
             commit = self._loop.create_task(self._commit(group, self._idle.pop()))
             self._commits.add(commit)
 

@@ -162,5 +162,6 @@ def groups(monkeypatch) -> list[int]:
         sizes.append(len(events))
         return await publish(events, database)
 
+    monkeypatch.setattr(intake, "PATIENCE_SECONDS", 5.0)
     monkeypatch.setattr(intake, "apublish_plain", publish_when_all_wait)
     return sizes

@@ -7,13 +7,13 @@ import threading
 import uuid
 
 import pytest
-from django.db import OperationalError
+from django.db import OperationalError, connection, transaction
 from django.test import Client
 from django.utils import timezone
 
 from deliveries.intake import FastLane, Turns, key_of
 from deliveries.models import Delivery, Event
-from deliveries.publishing import NewEvent
+from deliveries.publishing import NewEvent, publish_events
 from endpoints.models import ApiKey, Endpoint
 from endpoints.services import SYSTEM, create_endpoint, revoke_api_key
 from tests import vectors_loader
@@ -27,31 +27,33 @@ NEVER = object()  # a piece of a body that does not come
 JSON = {"Content-Type": "application/json"}
 
 
+async def exchange(lane, headers, body, chunks=None, path="/v1/events"):
+    """Sends one request through a fast lane; returns (status, headers, body)."""
+    pieces = list(chunks or [body])
+    sent = []
+
+    async def receive():
+        piece = pieces.pop(0)
+        if piece is NEVER:
+            await asyncio.sleep(60)
+        return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
+
+    async def send(message):
+        sent.append(message)
+
+    raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
+    await lane({"type": "http", "method": "POST", "path": path, "headers": raw}, receive, send)
+    start, end = sent
+    return start["status"], {name.decode(): value.decode() for name, value in start["headers"]}, end["body"]
+
+
 def by_fast_lane(*requests, chunks=None, path="/v1/events"):
     """Sends requests (headers, body) side by side through one fast lane; returns (status, headers, body) of each."""
-
-    async def exchange(lane, headers, body):
-        pieces = list(chunks or [body])
-        sent = []
-
-        async def receive():
-            piece = pieces.pop(0)
-            if piece is NEVER:
-                await asyncio.sleep(60)
-            return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
-
-        async def send(message):
-            sent.append(message)
-
-        raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
-        await lane({"type": "http", "method": "POST", "path": path, "headers": raw}, receive, send)
-        start, end = sent
-        return start["status"], {name.decode(): value.decode() for name, value in start["headers"]}, end["body"]
 
     async def all_of_them():
         lane = FastLane()
         try:
-            return await asyncio.gather(*(exchange(lane, headers, body) for headers, body in requests))
+            return await asyncio.gather(*(exchange(lane, headers, body, chunks, path) for headers, body in requests))
         finally:
             await lane.close()
 
@@ -340,6 +342,41 @@ def test_idempotency_keys_are_read_as_the_vectors_say(case):
     assert refused.value.status == 400
     assert refused.value.code == f"idempotency_key_{case['error']}"
     assert MAX_KEY_CHARS == 255
+
+
+def test_a_post_that_waits_for_another_s_transaction_holds_up_no_other_post(headers, tenant):
+    connected, done = threading.Event(), threading.Event()
+
+    def hold():
+        with transaction.atomic():
+            publish_events([NewEvent(tenant.pk, "a", b"{}", caller_key="k")])
+            connected.set()
+            done.wait(20)
+        connection.close()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    connected.wait(20)
+
+    async def post():
+        lane = FastLane()
+        try:
+            waiting = asyncio.create_task(
+                exchange(lane, {**headers, "Idempotency-Key": "k"}, b'{"type":"a","data":{}}')
+            )
+            await asyncio.sleep(0.02)
+            others = [await asyncio.wait_for(exchange(lane, headers, GOOD), 5) for _ in range(3)]
+            assert not waiting.done()
+            done.set()
+            return await waiting, others
+        finally:
+            done.set()
+            await lane.close()
+
+    waited, others = asyncio.run(post())
+    holder.join()
+    assert [status for status, _, _ in others] == [202] * 3
+    assert (waited[0], waited[1]["idempotent-replayed"]) == (202, "true")
 
 
 def test_a_database_that_is_away_at_the_look_up_of_the_key_is_503(headers, monkeypatch):
