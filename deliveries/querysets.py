@@ -79,15 +79,11 @@ SELECT id, EXISTS (SELECT FROM unknown WHERE unknown.id = input.id) FROM input
 WHERE NOT EXISTS (SELECT FROM stored WHERE stored.id = input.id)
 """
 
-# A claim need not outlive a crash of the database: what is sent under one that is lost cannot be recorded, and is sent
-# again as what was in flight then. So nobody waits for the disk, which takes as long as all the rest of a small claim.
-_NO_WAIT = "(SELECT set_config('synchronous_commit', 'off', true)) = 'off'"
-
-_CLAIMED = f"""
+_CLAIMED = """
 claimed AS (
     UPDATE deliveries_delivery delivery
     SET state = 'sending', claimed_at = now(), claim_token = %(token)s, lease_until = now() + %(lease)s
-    FROM picked WHERE delivery.id = picked.id AND {_NO_WAIT}
+    FROM picked WHERE delivery.id = picked.id
     RETURNING delivery.due_at, delivery.id, delivery.endpoint_id, delivery.attempts_made, delivery.event_id,
               delivery.first_attempt_at, delivery.contract
 )
