@@ -84,16 +84,17 @@ class Pump:
         return self._listener.fd is not None
 
     def run(self, should_stop: Callable[[], bool]) -> None:
-        """Works until `should_stop()`, then waits for what is in flight, `drain_seconds` at most.
-
-        What is still in flight then is left to its lease.
+        """Works until `should_stop()`, then waits for what is in flight, `drain_seconds` at most, and works on when it
+        need not stop after all. What is still in flight in the end is left to its lease.
         """
         relieve_collector()
         deadline: float | None = None
         settled = False
         try:
             while True:
-                if deadline is None and should_stop():
+                if not should_stop():
+                    deadline = None  # the database went away meanwhile: what is in hand could not be recorded
+                elif deadline is None:
                     deadline = time.monotonic() + self._drain_seconds
                 if deadline is not None and not (self._claims and time.monotonic() < deadline):
                     break

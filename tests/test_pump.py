@@ -523,6 +523,24 @@ def test_after_the_database_was_away_for_longer_than_a_lease_a_pump_records_what
     assert len(receiver.received) == Attempt.objects.count() == 1
 
 
+def test_a_pump_at_its_end_records_what_it_has_in_hand_when_the_database_is_back(
+    tenant, endpoint, receiver, monkeypatch
+):
+    record, back_at = pump_module.record_results, time.monotonic() + 2.5
+
+    def fail_at_first(results):
+        if time.monotonic() < back_at:
+            raise OperationalError("gone")
+        record(results)
+
+    monkeypatch.setattr(pump_module, "record_results", fail_at_first)
+    receiver.respond = in_receiver(lambda: time.sleep(0.3), answer(200))  # the pump has come to its end meanwhile
+    publish(tenant)
+    pump = Pump(drain_seconds=1.0)
+    pump.run(lambda: bool(receiver.received) and pump.reaches_database)  # as jobs.run_pump does
+    assert (Delivery.objects.get().state, len(receiver.received)) == ("delivered", 1)
+
+
 def test_the_lease_of_a_long_request_is_renewed(tenant, endpoint, receiver, pump, settings):
     settings.LEASE_SECONDS = 0.5
     taken = []
