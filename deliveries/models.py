@@ -92,8 +92,9 @@ class Delivery(Record):
         FIRST = 0, "First try"
         AGAIN = 1, "Retry, or replay in bulk"
 
-    # Kept without a constraint in the database: the fan-out has just read or written both, and would pay a tenth of the
-    # cost of an event to look them up again. Neither is removed while the event's tenant is there, which has one.
+    # Kept without a constraint in the database: the fan-out has just read or written both, and would pay a sixth of
+    # what an event costs the database to look them up again. Neither is removed while the event's tenant is there, to
+    # which there is a constraint.
     event = models.ForeignKey(
         Event, on_delete=models.CASCADE, related_name="deliveries", db_index=False, db_constraint=False
     )

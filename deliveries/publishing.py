@@ -74,22 +74,21 @@ def publish_events(items: Sequence[NewEvent]) -> list[Publishing]:
     Inside a caller's transaction, what it stores lives and dies with that transaction, and the wake-up waits for its
     commit. An event that is refused is refused alone: the others are stored all the same.
     """
-    first = publish_plain(items)
+    fit = [item for item in items if _is_fit(item)]
+    results = iter(_publish_plain(fit) if fit else ())
+    first = [next(results) if _is_fit(item) else None for item in items]
     if any(isinstance(result, Published) for result in first):
         announce_on_commit()
-    return [result or publish_known(item) for item, result in zip(items, first, strict=True)]
+    return [result or _publish_known(item) for item, result in zip(items, first, strict=True)]
 
 
-def publish_plain(items: Sequence[NewEvent]) -> list[Publishing | None]:
-    """Stores events in one statement and wakes nobody, which is left to the caller. None for those that are left to
-    `publish_known`: those of types with rules of their own, and what is too large unless its type has it cut.
-    """
-    fit = [item for item in items if len(item.payload) <= MAX_PAYLOAD_BYTES]
-    results = iter(_publish_plain(fit)) if fit else iter(())
-    return [next(results) if len(item.payload) <= MAX_PAYLOAD_BYTES else None for item in items]
+def _is_fit(item: NewEvent) -> bool:
+    """Whether it may be stored as it is, unless its type has rules of its own; larger ones only if it has them cut."""
+    return len(item.payload) <= MAX_PAYLOAD_BYTES
 
 
 def _publish_plain(items: Sequence[NewEvent]) -> list[Publishing | None]:
+    """Stores events in one statement. None for those of types with rules of their own, left to `_publish_known`."""
     try:
         left = _store(items, [_PLAIN] * len(items))
     except (DatabaseError, InterfaceError) as error:
@@ -106,10 +105,10 @@ def _publish_plain(items: Sequence[NewEvent]) -> list[Publishing | None]:
 async def apublish_plain(items: Sequence[NewEvent], database: LoopConnection) -> list[Published | Refused | None]:
     """Stores events in one statement on a connection of an event loop, and wakes nobody, which is left to the caller.
 
-    None for those that are left to `publish_events`, one by one: what `publish_plain` leaves, those whose caller_key
-    was used before, and all of them when the database refuses the statement.
+    None for those that are left to `publish_events`, one by one: those that are too large or of types with rules of
+    their own, those whose caller_key was used before, and all of them when the database refuses the statement.
     """
-    fit = [item for item in items if len(item.payload) <= MAX_PAYLOAD_BYTES]
+    fit = [item for item in items if _is_fit(item)]
     try:
         left = await Event.objects.all().astore(_statement(fit, [_PLAIN] * len(fit)), database) if fit else {}
     except (DatabaseError, InterfaceError) as error:
@@ -150,7 +149,7 @@ def _statement(items: Sequence[NewEvent], known: Sequence[Known]) -> dict[str, A
     return {**_columns(items, known), **contract_columns()}
 
 
-def publish_known(item: NewEvent) -> Publishing:
+def _publish_known(item: NewEvent) -> Publishing:
     """Publishes an event of a type about which there is more to know: where it goes, and within which limits."""
     try:
         with transaction.atomic():

@@ -20,7 +20,7 @@ else:
 
 # Each event once, with a delivery for every endpoint of its tenant that wants its type, or for the one that a rule has
 # chosen. What becomes of it where the endpoint is not active is for the contract to say. An event of a type about which
-# there is more to know (EventType.is_plain) comes back untouched, for publishing.publish_known to look at first.
+# there is more to know (EventType.is_plain) comes back untouched, for publishing to look at first.
 STORE_EVENTS = """
 WITH input AS (
     SELECT * FROM unnest(

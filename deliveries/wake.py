@@ -4,6 +4,7 @@ import asyncio
 import functools
 import logging
 import time
+from typing import Any
 
 import redis
 import redis.asyncio
@@ -12,6 +13,8 @@ from django.conf import settings
 CHANNEL = "webhookhub:wake"
 RETRY_SECONDS = 1.0  # after an error Redis is left alone for this long
 APART_SECONDS = 0.010  # between two wake-ups from one event loop: a pump gathers for as long before it claims again
+_BRIEFLY: dict[str, Any] = {"socket_timeout": 0.2, "socket_connect_timeout": 0.2, "retry": None}  # seconds
+_NOT_SENT = "no wake-up sent, pumps find the work by polling: %s"
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +23,7 @@ class Announcer:
     """Tells the pumps that something is due. Never raises, and waits for Redis a fifth of a second at most."""
 
     def __init__(self, url: str) -> None:
-        self._redis = redis.Redis.from_url(url, socket_timeout=0.2, socket_connect_timeout=0.2, retry=None)
+        self._redis = redis.Redis.from_url(url, **_BRIEFLY)
         self._quiet_until = 0.0
 
     def announce(self) -> None:
@@ -31,7 +34,7 @@ class Announcer:
             self._redis.publish(CHANNEL, b"")
         except redis.RedisError as error:
             self._quiet_until = time.monotonic() + RETRY_SECONDS
-            logger.warning("no wake-up sent, pumps find the work by polling: %s", error)
+            logger.warning(_NOT_SENT, error)
 
 
 @functools.cache
@@ -48,7 +51,7 @@ class LoopAnnouncer:
     """`Announcer` for an event loop, which never waits for it; calls that come close together are one wake-up."""
 
     def __init__(self, url: str) -> None:
-        self._redis = redis.asyncio.Redis.from_url(url, socket_timeout=0.2, socket_connect_timeout=0.2, retry=None)
+        self._redis = redis.asyncio.Redis.from_url(url, **_BRIEFLY)
         self._is_wanted = False
         self._task: asyncio.Task[None] | None = None
 
@@ -66,7 +69,7 @@ class LoopAnnouncer:
                 await self._redis.publish(CHANNEL, b"")
             except redis.RedisError as error:
                 pause = RETRY_SECONDS
-                logger.warning("no wake-up sent, pumps find the work by polling: %s", error)
+                logger.warning(_NOT_SENT, error)
             await asyncio.sleep(pause)
 
     async def close(self) -> None:
